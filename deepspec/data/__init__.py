@@ -1,0 +1,1 @@
+"""Prompts → responses → target cache → batches. Knows models, never train or eval."""

@@ -1,0 +1,50 @@
+"""Rank, world size and reductions that are no-ops in one process. Knows torch.distributed only."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def rank() -> int:
+    """This process's rank; 0 in one process. Falls back on torchrun's variables before init."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of processes; 1 in one process. Falls back on torchrun's variables before init."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """Rank within this node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def is_main() -> bool:
+    """Whether this process writes shared files and prints."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait for every rank; a no-op in one process."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def sum_across_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Sum over ranks in float64 (order-independent to float32 accuracy); returns ``values`` unchanged in one process."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values
+    total = values.to(torch.float64).clone()
+    dist.all_reduce(total)
+    return total.to(values.dtype)
+
+
+def default_device() -> torch.device:
+    """The accelerator torch reports for this rank, else the CPU."""
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        if kind is not None:
+            return torch.device(kind.type, local_rank())
+    return torch.device("cpu")

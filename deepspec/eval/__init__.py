@@ -1,0 +1,1 @@
+"""Suites, acceptance metrics, calibration, scheduling, reports. Knows models and data, never train."""

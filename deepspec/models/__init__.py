@@ -1,0 +1,1 @@
+"""The frozen target, the drafters, and the decoding loop that joins them. Knows neither data, train nor eval."""

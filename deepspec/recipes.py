@@ -1,0 +1,48 @@
+"""Composes a Hydra recipe into a checked dataclass. Knows where the recipes are, not what they mean."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+T = TypeVar("T")
+
+
+class RecipeError(ValueError):
+    """A recipe or an override that cannot be composed; the message names the key and the remedy."""
+
+
+def recipes_dir() -> Path:
+    """The folder of recipes: inside an installed wheel, else beside the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    for candidate in (package / "recipes", package.parent / "recipes"):
+        if (candidate / "train.yaml").is_file():
+            return candidate
+    raise RecipeError(f"no recipes beside {package}: reinstall deepspec, or run from a checkout")
+
+
+def names(group: str) -> list[str]:
+    """Names of the recipes of a group, e.g. ``names("target")``."""
+    return sorted(path.stem for path in (recipes_dir() / group).glob("*.yaml"))
+
+
+def load(root: str, overrides: Sequence[str], schema: type[T]) -> T:
+    """Compose ``recipes/<root>.yaml`` with Hydra overrides and check it against the dataclass ``schema``.
+
+    Raises RecipeError for an unknown recipe, an unknown key or a value of the wrong type, naming it.
+    """
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(recipes_dir()), version_base="1.3"):
+            composed = compose(root, overrides=list(overrides))
+        plain = OmegaConf.to_container(composed, resolve=True)
+        return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain)))
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
+        groups = ", ".join(f"{path.name}={'|'.join(names(path.name))}" for path in sorted(recipes_dir().iterdir()) if path.is_dir())
+        message = " ".join(str(error).split())
+        raise RecipeError(f"recipe '{root}' with {list(overrides)}: {message}\nKnown groups: {groups}") from error

@@ -1,0 +1,1 @@
+"""Losses and the training run. Knows models and data, never eval."""
