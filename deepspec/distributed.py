@@ -33,7 +33,7 @@ def barrier() -> None:
 
 
 def sum_across_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Sum over ranks in float64 (order-independent to float32 accuracy); returns ``values`` unchanged in one process."""
+    """Sum over ranks, in float64 so that order does not matter; returns ``values`` unchanged in one process."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return values
     total = values.to(torch.float64).clone()

@@ -15,7 +15,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; on success fsync it and rename it over ``path``, on error remove it."""
+    """Yield a temporary path in the same folder; on success fsync and rename it over ``path``, on error remove it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
@@ -52,7 +52,9 @@ def read_json(path: str | Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): delete it and run the step that writes it again") from error
+        raise ValueError(
+            f"{path} is not valid JSON ({error}): delete it and run the step that writes it again"
+        ) from error
 
 
 def sha256_file(path: str | Path) -> str:

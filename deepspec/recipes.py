@@ -43,6 +43,8 @@ def load(root: str, overrides: Sequence[str], schema: type[T]) -> T:
         plain = OmegaConf.to_container(composed, resolve=True)
         return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain)))
     except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
-        groups = ", ".join(f"{path.name}={'|'.join(names(path.name))}" for path in sorted(recipes_dir().iterdir()) if path.is_dir())
+        groups = ", ".join(
+            f"{path.name}={'|'.join(names(path.name))}" for path in sorted(recipes_dir().iterdir()) if path.is_dir()
+        )
         message = " ".join(str(error).split())
         raise RecipeError(f"recipe '{root}' with {list(overrides)}: {message}\nKnown groups: {groups}") from error
