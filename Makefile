@@ -1,0 +1,62 @@
+# Every target is a thin wrapper of a command in the README; `make demo` and `make test` set themselves up.
+MODEL  ?= qwen3-4b
+DATA   ?= perfectblend
+CODEC  ?= bf16
+RECIPE ?= dspark
+SUITE  ?= all
+GPUS   ?= gpu
+LIMIT  ?=
+OUT    ?= runs/$(MODEL)
+ARGS   ?=
+TESTS  ?= -m "not slow"
+
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.installed
+DATAARG := target=$(MODEL) data=$(DATA) out=$(OUT) $(if $(LIMIT),prompts.limit=$(LIMIT)) $(ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint cache train eval report clean
+
+help:           ## list the targets
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+setup: $(STAMP)   ## virtual environment with every dependency
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "DeepSpec needs Python 3.11 or newer: make setup PYTHON=python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)    ## the whole chain on SmolLM2-135M: prompts to report, on a CPU
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo.sh
+
+test: $(STAMP)    ## the fast tests (TESTS="-k name" selects)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(TESTS)
+
+test-all: TESTS := -m "slow or not slow"
+test-all: test    ## every test, the slow end-to-end ones too
+
+lint: $(STAMP)    ## ruff and mypy
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+cache: $(STAMP)   ## prompts, responses and target cache (MODEL, DATA, CODEC, LIMIT, OUT)
+	$(BIN)/python -m deepspec.data estimate $(DATAARG) cache=$(CODEC)
+	$(BIN)/python -m deepspec.data prompts $(DATAARG)
+	$(BIN)/python -m deepspec.data regenerate $(DATAARG)
+	$(BIN)/python -m deepspec.data cache $(DATAARG) cache=$(CODEC)
+
+train: $(STAMP)   ## train a drafter (MODEL, RECIPE, GPUS)
+	$(BIN)/torchrun --standalone --nproc-per-node $(GPUS) deepspec/train/main.py +recipe=$(RECIPE) target=$(MODEL) out=$(OUT) $(ARGS)
+
+eval: $(STAMP)    ## evaluate the newest drafter (SUITE)
+	$(BIN)/python -m deepspec.eval --suite $(SUITE) $(ARGS)
+
+report: $(STAMP)  ## rebuild the HTML report of the newest evaluation
+	$(BIN)/python -m deepspec.eval.report $(ARGS)
+
+clean:          ## remove caches of the tools; never data or drafters
+	rm -rf .pytest_cache .ruff_cache .mypy_cache build dist && find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
