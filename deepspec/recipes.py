@@ -1,10 +1,12 @@
 """Composes a Hydra recipe into a checked dataclass. Knows where the recipes are, not what they mean."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
@@ -31,15 +33,42 @@ def names(group: str) -> list[str]:
     return sorted(path.stem for path in (recipes_dir() / group).glob("*.yaml"))
 
 
+def slug(path: str) -> str:
+    """Name of an unlisted target: the last part of a hub id or folder, in lower case without an instruct suffix."""
+    return re.sub(r"-(instruct|it|chat)$", "", Path(path).name.lower()) or "target"
+
+
+def expand_target(overrides: Sequence[str]) -> list[str]:
+    """Let ``target=<hub id or folder>``, or ``target.path=`` alone, stand for an unlisted target with a derived name.
+
+    ``target=<recipe> target.path=<folder>`` keeps the recipe's name and options.
+    """
+    values = dict(override.split("=", 1) for override in overrides if "=" in override)
+    chosen, path = values.get("target"), values.get("target.path")
+    if chosen is None and path is None:
+        return list(overrides)
+    if chosen is None:
+        unlisted = str(path)
+    elif chosen not in names("target") and ("/" in chosen or Path(chosen).is_dir()):
+        unlisted = chosen
+    else:
+        return list(overrides)
+    kept = [override for override in overrides if override.split("=", 1)[0] not in ("target", "target.path")]
+    derived = [] if "target.name" in values else [f"target.name='{slug(unlisted)}'"]
+    return ["target=custom", f"target.path='{path or unlisted}'", *derived, *kept]
+
+
 def load(root: str, overrides: Sequence[str], schema: type[T]) -> T:
-    """Compose ``recipes/<root>.yaml`` with Hydra overrides and check it against the dataclass ``schema``.
+    """Compose ``recipes/<root>.yaml`` with Hydra overrides over the dataclass ``schema`` (``<root>_schema`` in its
+    defaults list), so that every key of the schema can be overridden and is checked.
 
     Raises RecipeError for an unknown recipe, an unknown key or a value of the wrong type, naming it.
     """
     GlobalHydra.instance().clear()
+    ConfigStore.instance().store(name=f"{root}_schema", node=schema)
     try:
         with initialize_config_dir(str(recipes_dir()), version_base="1.3"):
-            composed = compose(root, overrides=list(overrides))
+            composed = compose(root, overrides=expand_target(overrides))
         plain = OmegaConf.to_container(composed, resolve=True)
         return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain)))
     except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
