@@ -1,0 +1,162 @@
+"""Acceptance length and its companions with bootstrap intervals over prompts. Pure: records in, numbers out.
+
+Knows nothing of models, data sets' names or files. Every definition is written out in docs/evaluation.md.
+Shape letters here: P prompts, G block size, W bootstrap resamples.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepspec.eval.records import Record
+
+Array = NDArray[np.float64]
+RESAMPLES = 2000
+LEVEL = 0.95
+
+# metric → (numerator, denominator); each is the ratio of two sums over prompts, so prompts weigh by their rounds
+RATIOS: dict[str, tuple[str, str]] = {
+    "tau": ("committed", "rounds"),
+    "acceptance_rate": ("kept_all", "offered_all"),
+    "verify_efficiency": ("committed", "verified"),
+    "proposal_length": ("proposed", "rounds"),
+    "tokens_per_second": ("tokens", "wall"),
+    "proposals_per_second": ("rounds", "wall"),
+    "draft_share": ("draft", "wall"),
+    "verify_share": ("verify", "wall"),
+    "other_share": ("other", "wall"),
+}
+VECTORS: dict[str, tuple[str, str]] = {
+    "conditional_acceptance": ("kept", "reached"),
+    "survival": ("kept", "offered"),
+    "accepted_lengths": ("lengths", "rounds"),
+}
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Sums per prompt: ``columns[name]`` is [P] or, for offered, reached and kept, [P, G]; lengths is [P, G+1]."""
+
+    block: int
+    columns: dict[str, Array]
+
+    @property
+    def prompts(self) -> int:
+        """Number of prompts P."""
+        return len(self.columns["rounds"])
+
+
+def tally(records: Sequence[Record], block: int) -> Tally:
+    """Count the rounds of each record.
+
+    A draft position k of a round is *offered* when it was verified, *reached* when all positions before it were
+    accepted, *kept* when it was accepted and stayed in the answer. In a round that was cut (committed ≤ accepted:
+    a stop token among the accepted ones, or the token limit) the positions after the cut are neither.
+    """
+    P = len(records)
+    names = ("rounds", "proposed", "committed", "verified", "tokens", "wall", "draft", "verify", "other")
+    columns: dict[str, Array] = {name: np.zeros(P) for name in names}
+    columns |= {name: np.zeros((P, block)) for name in ("offered", "reached", "kept")}
+    columns["lengths"] = np.zeros((P, block + 1))
+    for row, record in enumerate(records):
+        for name in ("wall", "draft", "verify", "other"):
+            columns[name][row] = getattr(record, name)
+        columns["tokens"][row] = len(record.tokens)
+        for proposed, accepted, committed in record.rounds:
+            cut = committed <= accepted
+            kept = min(accepted, committed)
+            columns["rounds"][row] += 1
+            columns["proposed"][row] += proposed
+            columns["verified"][row] += proposed + 1
+            columns["committed"][row] += committed
+            columns["lengths"][row, max(committed, 1) - 1] += 1
+            columns["kept"][row, :kept] += 1
+            columns["offered"][row, : kept if cut else proposed] += 1
+            columns["reached"][row, : kept if cut else min(proposed, accepted + 1)] += 1
+    columns["kept_all"] = columns["kept"].sum(axis=1)
+    columns["offered_all"] = columns["offered"].sum(axis=1)
+    return Tally(block, columns)
+
+
+def resamples(prompts: int, seed: int, count: int = RESAMPLES) -> Array:
+    """Multiplicities of a bootstrap over prompts, [W, P]: each row sums to P. The same for the same seed and P."""
+    generator = np.random.default_rng(seed)
+    return generator.multinomial(prompts, np.full(prompts, 1 / prompts), size=count).astype(np.float64)
+
+
+def _divide(numerator: Array, denominator: Array) -> Array:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(denominator > 0, numerator / np.where(denominator > 0, denominator, 1), np.nan)
+
+
+def _ratio(counts: Tally, names: tuple[str, str], weights_WP: Array | None) -> tuple[Array, Array | None]:
+    """Value and replicates [W] (or [W, G]) of one ratio of sums; NaN where the denominator is zero."""
+    top, bottom = (counts.columns[name] for name in names)
+    if top.ndim == 2 and bottom.ndim == 1:
+        bottom = bottom[:, None]
+    value = _divide(top.sum(axis=0), bottom.sum(axis=0))
+    return value, None if weights_WP is None else _divide(weights_WP @ top, weights_WP @ bottom)
+
+
+def interval(value: Array, replicates: Array | None) -> dict[str, Any]:
+    """JSON form {value, low, high} with a percentile interval; None where undefined (no data, or a single prompt)."""
+    low = high = np.full_like(value, np.nan)
+    if replicates is not None:
+        tail = (1 - LEVEL) / 2
+        # an all-NaN column (a position never reached) stays undefined rather than warning
+        filled = np.where(np.isnan(value), 0.0, replicates)
+        low, high = (np.where(np.isnan(value), np.nan, np.nanquantile(filled, q, axis=0)) for q in (tail, 1 - tail))
+    return {"value": _plain(value), "low": _plain(low), "high": _plain(high)}
+
+
+def _plain(value: Array) -> Any:
+    if value.ndim:
+        return [_plain(item) for item in value]
+    return None if np.isnan(value) else round(float(value), 6)
+
+
+def summarise(counts: Tally, seed: int) -> dict[str, Any]:
+    """All metrics of one data set: totals, and {value, low, high} per ratio of RATIOS and VECTORS."""
+    weights_WP = resamples(counts.prompts, seed) if counts.prompts > 1 else None
+    totals = {name: counts.columns[name].sum() for name in ("rounds", "proposed", "committed", "tokens", "wall")}
+    summary: dict[str, Any] = {"prompts": counts.prompts}
+    summary |= {name: int(total) for name, total in totals.items() if name != "wall"}
+    summary["seconds"] = round(float(totals["wall"]), 4)
+    for name, columns in (RATIOS | VECTORS).items():
+        summary[name] = interval(*_ratio(counts, columns, weights_WP))
+    return summary
+
+
+def macro(tallies: Sequence[Tally], seeds: Sequence[int], names: Sequence[str] = tuple(RATIOS)) -> dict[str, Any]:
+    """Unweighted mean over data sets of each ratio; the interval resamples prompts within every data set."""
+    out: dict[str, Any] = {}
+    for name in names:
+        values, replicates = [], []
+        for counts, seed in zip(tallies, seeds, strict=True):
+            weights_WP = resamples(counts.prompts, seed) if counts.prompts > 1 else None
+            value, copies = _ratio(counts, RATIOS[name], weights_WP)
+            values.append(value)
+            replicates.append(copies)
+        known = [copies for copies in replicates if copies is not None]
+        spread = np.mean(known, axis=0) if len(known) == len(tallies) else None
+        out[name] = interval(np.asarray(np.mean(values)), spread)
+    return out
+
+
+def speed_up(counts: Tally, plain: Tally, seed: int, *, paired: bool) -> dict[str, Any]:
+    """Tokens per second over plain decoding's. ``paired`` (batch size 1) resamples the prompts of both together.
+
+    At larger batches seconds belong to no single prompt, so no interval is given.
+    """
+    weights_WP = resamples(counts.prompts, seed) if paired and counts.prompts == plain.prompts > 1 else None
+    fast, fast_W = _ratio(counts, RATIOS["tokens_per_second"], weights_WP)
+    slow, slow_W = _ratio(plain, RATIOS["tokens_per_second"], weights_WP)
+    return interval(_divide(fast, slow), None if fast_W is None or slow_W is None else _divide(fast_W, slow_W))
+
+
+def relative_gain(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Gain of one macro average over another, as the paper's Table 1 counts it: mean(ours) / mean(theirs) − 1."""
+    return float(np.mean(ours) / np.mean(theirs) - 1)
