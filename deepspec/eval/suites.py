@@ -253,7 +253,7 @@ def read_prompts(path: Path, dataset: str, domain: str = "custom") -> list[Promp
 
     ``id`` and ``source`` are optional; a source becomes the prompt's domain. Raises SuiteError naming file and line.
     """
-    prompts = []
+    prompts: list[Prompt] = []
     with path.open(encoding="utf-8") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():

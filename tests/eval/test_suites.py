@@ -110,7 +110,7 @@ def test_the_environment_names_the_folder(tmp_path, monkeypatch):
 
 def test_row_count_is_checked(tmp_path):
     write(tmp_path / "aime25.jsonl", [{"turns": ["q"]}])
-    with pytest.raises(suites.SuiteError, match="holds 1 rows, the published data set 30.*--any-rows"):
+    with pytest.raises(suites.SuiteError, match=r"holds 1 rows, the published data set 30.*--any-rows"):
         suites.load(["aime25"], data_dir=tmp_path)
 
 
@@ -155,7 +155,7 @@ def test_repeated_ids_are_refused(tmp_path):
 
 
 def test_missing_things_say_what_to_do(tmp_path):
-    with pytest.raises(suites.SuiteError, match="unknown suite or data set 'mathh'.*gsm8k"):
+    with pytest.raises(suites.SuiteError, match=r"unknown suite or data set 'mathh'.*gsm8k"):
         suites.load(["mathh"])
     with pytest.raises(suites.SuiteError, match="no such file"):
         suites.load([str(tmp_path / "none.jsonl")])
