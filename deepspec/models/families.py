@@ -1,0 +1,128 @@
+"""Target families as rows of a table: a new family is one row. Knows configs, loads nothing."""
+
+from dataclasses import dataclass
+from typing import Any
+
+_DECODERS = ("model", "model.language_model", "language_model.model", "language_model")
+
+
+class UnknownFamilyError(ValueError):
+    """The target's ``model_type`` has no row in ``FAMILIES``."""
+
+
+class TapError(ValueError):
+    """Tap ids that are not ascending decoder layers of this target."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs between target families. Paths are relative to the causal LM; the first that exists is taken."""
+
+    name: str
+    model_types: tuple[str, ...]
+    drafter_style: str = "qwen3"  # layer the drafter borrows: qwen3, gemma3 or gemma4
+    masks: str = "full"  # how the decoder takes a prepared mask: full, uniform (one, sliding), by_type (a dict)
+    scaled_embedding: bool = False  # embeddings are multiplied by √hidden_size
+    softcap_field: str | None = None  # config field of the final logit soft cap
+    unit_offset_norm: bool = False  # RMSNorm multiplies by 1 + weight
+    decoder_paths: tuple[str, ...] = _DECODERS
+    layers: str = "layers"
+    final_norm: str = "norm"
+    embed: str = "embed_tokens"
+    lm_head: str = "lm_head"
+    end_of_turn: tuple[str, ...] = ()
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("qwen3", ("qwen3",), masks="by_type", end_of_turn=("<|im_end|>",)),
+    Family("qwen3_moe", ("qwen3_moe",), masks="uniform", end_of_turn=("<|im_end|>",)),
+    Family("llama", ("llama",), end_of_turn=("<|eot_id|>", "<|im_end|>")),
+    Family("qwen2", ("qwen2",), masks="by_type", end_of_turn=("<|im_end|>",)),
+    Family("mistral", ("mistral",), masks="uniform"),
+    Family(
+        "gemma3",
+        ("gemma3_text", "gemma3"),
+        drafter_style="gemma3",
+        masks="by_type",
+        scaled_embedding=True,
+        softcap_field="final_logit_softcapping",
+        unit_offset_norm=True,
+        end_of_turn=("<end_of_turn>",),
+    ),
+    Family(
+        "gemma4",
+        ("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"),
+        drafter_style="gemma4",
+        masks="by_type",
+        scaled_embedding=True,
+        softcap_field="final_logit_softcapping",
+        end_of_turn=("<turn|>", "<end_of_turn>"),
+    ),
+)
+
+
+def text_config(config: Any) -> Any:
+    """The text model's config; multimodal wrappers hold it inside."""
+    inner = getattr(config, "get_text_config", None)
+    return inner() if callable(inner) else config
+
+
+def family_of(config: Any) -> Family:
+    """The row for a Hugging Face config; raises UnknownFamilyError naming the known types."""
+    wanted = (getattr(config, "model_type", None), getattr(text_config(config), "model_type", None))
+    for family in FAMILIES:
+        if any(kind in family.model_types for kind in wanted):
+            return family
+    known = ", ".join(kind for family in FAMILIES for kind in family.model_types)
+    raise UnknownFamilyError(
+        f"target family with model_type {wanted[0]!r} is not supported; known model_types: {known}. "
+        "A new family is one row in deepspec/models/families.py"
+    )
+
+
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """Sliding window of each decoder layer, None where attention is full."""
+    family, text = family_of(config), text_config(config)
+    window = getattr(text, "sliding_window", None)
+    if family.masks == "full" or window is None:
+        return (None,) * text.num_hidden_layers
+    if family.masks == "uniform":
+        return (window,) * text.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in text.layer_types)
+
+
+def embed_scale(config: Any) -> float:
+    """Factor on the embedding, before rounding to the weights' dtype."""
+    return text_config(config).hidden_size ** 0.5 if family_of(config).scaled_embedding else 1.0
+
+
+def softcap(config: Any) -> float | None:
+    """The final logit soft cap s (logits become s·tanh(logits/s)), or None."""
+    field = family_of(config).softcap_field
+    return getattr(text_config(config), field, None) if field else None
+
+
+def default_taps(num_layers: int, count: int = 5) -> tuple[int, ...]:
+    """``count`` layers evenly spaced from 1 to L−3, halves rounded up (dspark.md §2). A target too shallow for that
+    spreads over 0…L−2 and may get fewer."""
+    if num_layers < 2:
+        raise TapError(f"a target of {num_layers} layer(s) has nothing to tap: the last layer is not allowed")
+    if count < 1:
+        raise TapError(f"count of taps must be positive, got {count}")
+    first, last = (1, num_layers - 3) if num_layers - 3 >= count else (0, num_layers - 2)
+    if count == 1:
+        return (last,)
+    step = (last - first) / (count - 1)
+    return tuple(sorted({int(first + step * index + 0.5) for index in range(count)}))
+
+
+def validate_taps(taps: Any, num_layers: int) -> tuple[int, ...]:
+    """``taps`` as a tuple, or TapError: strictly ascending ids in −1…L−2 (−1 is the embedding output)."""
+    ids = tuple(int(tap) for tap in taps)
+    ascending = all(low < high for low, high in zip(ids, ids[1:], strict=False))
+    if not ids or not ascending or ids[0] < -1 or ids[-1] > num_layers - 2:
+        raise TapError(
+            f"taps {list(ids)} must be strictly ascending ids from -1 (embedding) to {num_layers - 2} "
+            f"for a target of {num_layers} layers (the last layer is not a tap)"
+        )
+    return ids

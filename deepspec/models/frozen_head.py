@@ -1,0 +1,169 @@
+"""The target's embedding and head without the target: what a drafter borrows. Read straight from safetensors or GGUF.
+A plain object, so that no module, optimizer or DeepSpeed engine ever owns the tensors.
+
+Letters: V vocabulary, D hidden size.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepspec.models import families
+
+if TYPE_CHECKING:
+    from deepspec.models.target import Target
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_PREFIXES = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
+_EMBED_NAMES = tuple(f"{prefix}embed_tokens.weight" for prefix in _PREFIXES)
+_HEAD_NAMES = tuple(f"{prefix}lm_head.weight" for prefix in _PREFIXES)
+_GGUF_EMBED, _GGUF_HEAD = "token_embd.weight", "output.weight"
+
+
+class FrozenHeadError(ValueError):
+    """A checkpoint without the embedding or the head where they are expected."""
+
+
+class FrozenHead:
+    """``embed_VD`` and ``head_VD`` (the same tensor when tied), frozen; no norm: it takes post-norm states."""
+
+    def __init__(
+        self, embed_VD: Tensor, head_VD: Tensor | None = None, *, embed_scale: float = 1.0, softcap: float | None = None
+    ) -> None:
+        self.embed_VD = embed_VD.detach()
+        self.head_VD = self.embed_VD if head_VD is None else head_VD.detach()
+        # Rounded to the weights' dtype as the models do (√3072 = 55.43 is 55.5 in bfloat16).
+        self.embed_scale = float(torch.tensor(embed_scale).to(embed_VD.dtype))
+        self.softcap = softcap
+
+    @classmethod
+    def of(cls, target: "Target") -> "FrozenHead":
+        """Sharing the memory of a loaded target."""
+        embed_VD = target.embedding.weight
+        assert isinstance(embed_VD, Tensor)
+        tied = embed_VD.data_ptr() == target.head_VD.data_ptr()
+        scale = families.embed_scale(target.config)
+        return cls(embed_VD, None if tied else target.head_VD, embed_scale=scale, softcap=target.softcap)
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+    ) -> "FrozenHead":
+        """Read two tensors (one when tied) of a folder or hub id: only the shards that hold them are opened."""
+        from transformers import AutoConfig
+
+        from deepspec.models.target import gguf_file
+
+        gguf = gguf_file(path)
+        config = AutoConfig.from_pretrained(path, revision=revision, **({"gguf_file": gguf} if gguf else {}))
+        embed, head = _read_gguf(Path(path) / gguf) if gguf else _read_safetensors(path, revision)
+        tied = getattr(config, "tie_word_embeddings", families.text_config(config).tie_word_embeddings)
+        if head is None and not tied:
+            raise FrozenHeadError(
+                f"{path} has no lm_head.weight although tie_word_embeddings is false in its config.json"
+            )
+        kwargs: dict[str, Any] = {"embed_scale": families.embed_scale(config), "softcap": families.softcap(config)}
+        return cls(embed, None if tied else head, **kwargs).to(device, dtype)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "FrozenHead":
+        """A copy on another device or in another dtype; tied stays tied, nothing is copied if nothing changes."""
+        dtype = dtype or self.embed_VD.dtype
+        embed = self.embed_VD.to(device=device, dtype=dtype)
+        head = None if self.tied else self.head_VD.to(device=device, dtype=dtype)
+        return FrozenHead(embed, head, embed_scale=self.embed_scale, softcap=self.softcap)
+
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and head are one tensor."""
+        return self.head_VD is self.embed_VD
+
+    @property
+    def vocab_size(self) -> int:
+        """V, padding of the vocabulary included."""
+        return self.head_VD.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return self.head_VD.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        return self.head_VD.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head_VD.device
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Scaled embeddings [..., D] as the target's decoder receives them."""
+        embedded = F.embedding(tokens, self.embed_VD)
+        return embedded if self.embed_scale == 1.0 else embedded * self.embed_scale
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of post-norm states [..., D], in their dtype, soft cap applied. Gradients flow to ``hidden``."""
+        logits = F.linear(hidden, self.head_VD)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def _read_safetensors(path: str, revision: str | None) -> tuple[Tensor, Tensor | None]:
+    from safetensors import safe_open
+
+    def stored(filename: str, required: bool) -> str | None:
+        from transformers.utils.hub import cached_file
+
+        return cached_file(
+            path,
+            filename,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=required,
+        )
+
+    index = stored(_INDEX, required=False)
+    if index is not None:
+        weight_map: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+    else:
+        single = stored(_SINGLE, required=False)
+        if single is None:
+            raise FrozenHeadError(f"{path} has neither {_SINGLE} nor {_INDEX} nor a GGUF file")
+        with safe_open(single, framework="pt") as file:
+            weight_map = dict.fromkeys(file.keys(), _SINGLE)
+
+    def read(names: tuple[str, ...]) -> Tensor | None:
+        for name in names:
+            if name in weight_map:
+                with safe_open(str(stored(weight_map[name], required=True)), framework="pt") as file:
+                    return file.get_tensor(name)
+        return None
+
+    embed = read(_EMBED_NAMES)
+    if embed is None:
+        raise FrozenHeadError(f"{path} has no embedding under any of {', '.join(_EMBED_NAMES)}")
+    return embed, read(_HEAD_NAMES)
+
+
+def _read_gguf(path: Path) -> tuple[Tensor, Tensor | None]:
+    import gguf
+
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+
+    def read(name: str) -> Tensor | None:
+        if name not in tensors:
+            return None
+        return torch.from_numpy(gguf.dequantize(tensors[name].data, tensors[name].tensor_type).copy())
+
+    embed = read(_GGUF_EMBED)
+    if embed is None:
+        raise FrozenHeadError(f"{path} has no tensor {_GGUF_EMBED}")
+    return embed, read(_GGUF_HEAD)
