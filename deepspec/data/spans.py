@@ -1,0 +1,180 @@
+"""Where each assistant turn lies in a rendered conversation, proven by rendering again. Knows characters, not tokens.
+
+The conversation is rendered a second time with the answer replaced by a marker: whatever is not the marker must be
+equal in both renderings. Templates with ``{% generation %}`` tags say it themselves.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from deepspec.data.control_tokens import ControlTokens
+
+Message = dict[str, Any]
+Region = tuple[int, int]
+REASONING = ("reasoning_content", "reasoning", "thinking")
+MARKER = "\ufdd0{}\ufdd1"  # noncharacters: valid in a string, never in a text
+
+
+class ChatError(ValueError):
+    """A conversation that the template cannot render, or a tokenizer that cannot say where its tokens are."""
+
+
+@dataclass
+class View:
+    """One conversation ready to be rendered any number of times."""
+
+    tokenizer: Any
+    control: ControlTokens
+    messages: list[Message]
+    tools: Any
+    thinking: bool
+    guarded: bool
+
+    def render(self, messages: list[Message], prompt: bool = False) -> str:
+        """Text of ``messages``; a template without a system role gets it merged into the first user turn."""
+        try:
+            text = self._apply(messages, prompt)
+        except Exception as error:  # templates raise whatever their expressions raise
+            if [message.get("role") for message in messages[:2]] != ["system", "user"]:
+                raise ChatError(f"the chat template refuses this conversation: {error}") from error
+            merged = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1].get('content') or ''}"}
+            try:
+                text = self._apply([merged, *messages[2:]], prompt)
+            except Exception as again:
+                raise ChatError(f"the chat template refuses this conversation: {again}") from again
+        return self.control.guard(text) if self.guarded else text
+
+    def _apply(self, messages: list[Message], prompt: bool) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages,
+            tools=self.tools,
+            tokenize=False,
+            add_generation_prompt=prompt,
+            **self.template_arguments(),
+        )
+
+    def template_arguments(self) -> dict[str, Any]:
+        """The thinking switch under the names templates use."""
+        return {"enable_thinking": self.thinking, "thinking": self.thinking}
+
+
+def locate(view: View, text: str) -> tuple[list[Region], int]:
+    """Character regions of the assistant turns, in order, and how many turns have none."""
+    turns = [index for index, message in enumerate(view.messages) if message.get("role") == "assistant"]
+    regions = _marked(view, text, turns) or _all_at_once(view, text, turns)
+    if regions is None:
+        found = [_one_by_one(view, text, turn) for turn in turns]
+        regions = []
+        for region in found:
+            if region is not None and (not regions or region[0] >= regions[-1][1]):
+                regions.append(region)
+    return regions, len(turns) - len(regions)
+
+
+def _marked(view: View, text: str, turns: list[int]) -> list[Region] | None:
+    """Regions that the template marks as generated; None when it marks none, or not one for each turn.
+
+    A turn without reasoning starts no earlier than its proven start: an empty thinking block may be marked.
+    """
+    template = view.tokenizer.get_chat_template(tools=view.tools)
+    if view.guarded or not turns or "endgeneration" not in template:
+        return None
+    render: Callable[..., tuple[list[str], list[list[Region]]]] = render_jinja_template  # type: ignore[assignment]
+    rendered, marked = render(
+        [view.messages], tools=view.tools, chat_template=template, return_assistant_tokens_mask=True,
+        **view.tokenizer.special_tokens_map, **view.template_arguments(),
+    )  # fmt: skip
+    if rendered[0] != text or len(marked[0]) != len(turns):
+        return None
+    regions = []
+    for turn, (start, end) in zip(turns, marked[0], strict=True):
+        if not reasoning_of(view.messages[turn]) and (proven := _one_by_one(view, text, turn)) is not None:
+            start = max(start, proven[0])
+        regions.append((start, end))
+    return regions
+
+
+def reasoning_of(message: Message) -> str:
+    """The non-blank thinking text of an assistant message, from its own field or from its content, else ''."""
+    for name in REASONING:
+        if isinstance(message.get(name), str) and message[name].strip():
+            return message[name].strip()
+    content = message.get("content")
+    if isinstance(content, str) and "</think>" in content:
+        return content.split("</think>")[0].split("<think>")[-1].strip()
+    return ""
+
+
+def without_reasoning(message: Message) -> Message:
+    kept = {key: value for key, value in message.items() if key not in REASONING}
+    if message.get("role") == "assistant" and isinstance(kept.get("content"), str) and "</think>" in kept["content"]:
+        kept["content"] = kept["content"].split("</think>")[-1].lstrip("\n")
+    return kept
+
+
+def _all_at_once(view: View, text: str, turns: list[int]) -> list[Region] | None:
+    """Regions of plain answers from one more rendering, in which every answer is a marker; None if not proven."""
+    if not turns:
+        return []
+    if any(view.messages[turn].get("tool_calls") or reasoning_of(view.messages[turn]) for turn in turns):
+        return None
+    probe = list(view.messages)
+    markers = [MARKER.format(turn) for turn in turns]
+    for turn, marker in zip(turns, markers, strict=True):
+        probe[turn] = {"role": "assistant", "content": marker}
+    try:
+        rest = view.render(probe)
+    except ChatError:
+        return None
+    fixed: list[str] = []
+    for marker in markers:
+        before, found, rest = rest.partition(marker)
+        if not found:
+            return None
+        fixed.append(before)
+    fixed.append(rest)
+    if not text.startswith(fixed[0]):
+        return None
+    regions, position = [], len(fixed[0])
+    for turn, following in zip(turns, fixed[1:], strict=True):
+        content = view.messages[turn].get("content") or ""
+        if not isinstance(content, str):
+            return None
+        if view.guarded:
+            content = view.control.guard(content)
+        answer = next((a for a in (content, content.strip()) if text.startswith(a + following, position)), None)
+        if answer is None:
+            return None
+        regions.append((position, position + len(answer)))
+        position += len(answer) + len(following)
+    return regions if position == len(text) else None
+
+
+def _one_by_one(view: View, text: str, turn: int) -> Region | None:
+    """Region of one turn: equal text before and after a marker in its place; None when not proven.
+
+    A turn with reasoning starts where its generation prompt ends. A turn of which the template dropped the reasoning or
+    a tool call is not what the model wrote, so it has no region.
+    """
+    message = view.messages[turn]
+    marker = MARKER.format(turn)
+    probe = [*view.messages[:turn], {"role": "assistant", "content": marker}, *view.messages[turn + 1 :]]
+    try:
+        before, found, after = view.render(probe).partition(marker)
+        if not found or not text.endswith(after):
+            return None
+        end = len(text) - len(after)
+        reasoning = reasoning_of(message)
+        if reasoning or not text.startswith(before):
+            before = view.render(view.messages[:turn], prompt=True)
+        if not text.startswith(before) or len(before) > end:
+            return None
+    except ChatError:
+        return None
+    calls = [call.get("function", call).get("name", "") for call in message.get("tool_calls") or []]
+    shown = text[len(before) : end]
+    if any((view.control.guard(part) if view.guarded else part) not in shown for part in (reasoning, *calls)):
+        return None
+    return len(before), end
