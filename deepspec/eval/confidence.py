@@ -71,15 +71,21 @@ def threshold_sweep(records: Sequence[Record], thresholds: Sequence[float] = THR
     token or the limit cut are left out. Empty when no confidence was recorded.
     """
     accepted: list[int] = []
-    lowest: list[NDArray[np.float64]] = []
+    lowest: list[list[float]] = []
     for record in records:
         for (proposed, kept, committed), values in zip(record.rounds, record.confidence or [], strict=False):
             if committed > kept and proposed and len(values) >= proposed:
                 accepted.append(kept)
-                lowest.append(np.minimum.accumulate(np.asarray(values[:proposed])))
+                lowest.append(values[:proposed])
+    if not accepted:
+        return []
     rows = []
-    for threshold in thresholds if accepted else ():
-        lengths = np.array([int((floor >= threshold).sum()) for floor in lowest])
+    width = max(map(len, lowest))
+    # positions that were not proposed never pass a threshold
+    padded = np.array([[*values, *[-1.0] * (width - len(values))] for values in lowest])
+    floor_NG = np.minimum.accumulate(padded, axis=1)
+    for threshold in thresholds:
+        lengths = (floor_NG >= threshold).sum(axis=1)
         taken = np.minimum(accepted, lengths)
         rows.append(
             {

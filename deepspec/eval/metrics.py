@@ -4,6 +4,7 @@ Knows nothing of models, data sets' names or files. Every definition is written 
 Shape letters here: P prompts, G block size, W bootstrap resamples.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,30 +58,36 @@ def tally(records: Sequence[Record], block: int) -> Tally:
     a stop token among the accepted ones, or the token limit) the positions after the cut are neither.
     """
     P = len(records)
-    names = ("rounds", "proposed", "committed", "verified", "tokens", "wall", "draft", "verify", "other")
-    columns: dict[str, Array] = {name: np.zeros(P) for name in names}
-    columns |= {name: np.zeros((P, block)) for name in ("offered", "reached", "kept")}
-    columns["lengths"] = np.zeros((P, block + 1))
-    for row, record in enumerate(records):
-        for name in ("wall", "draft", "verify", "other"):
-            columns[name][row] = getattr(record, name)
-        columns["tokens"][row] = len(record.tokens)
-        for proposed, accepted, committed in record.rounds:
-            cut = committed <= accepted
-            kept = min(accepted, committed)
-            columns["rounds"][row] += 1
-            columns["proposed"][row] += proposed
-            columns["verified"][row] += proposed + 1
-            columns["committed"][row] += committed
-            columns["lengths"][row, max(committed, 1) - 1] += 1
-            columns["kept"][row, :kept] += 1
-            columns["offered"][row, : kept if cut else proposed] += 1
-            columns["reached"][row, : kept if cut else min(proposed, accepted + 1)] += 1
-    columns["kept_all"] = columns["kept"].sum(axis=1)
-    columns["offered_all"] = columns["offered"].sum(axis=1)
+    owner = np.repeat(np.arange(P), [len(record.rounds) for record in records])
+    rounds = np.array([item for record in records for item in record.rounds], dtype=np.int64).reshape(-1, 3)
+    proposed, accepted, committed = rounds.T
+    cut = committed <= accepted
+    kept = np.minimum(accepted, committed)
+    offered = np.where(cut, kept, proposed)
+    reached = np.where(cut, kept, np.minimum(proposed, accepted + 1))
+
+    def total(values: NDArray[Any]) -> Array:
+        return np.bincount(owner, weights=values, minlength=P).astype(np.float64)
+
+    def histogram(values: NDArray[Any], bins: int) -> Array:
+        return np.bincount(owner * bins + values, minlength=P * bins).reshape(P, bins).astype(np.float64)
+
+    def at_least(values: NDArray[Any]) -> Array:
+        """[P, G]: rounds whose value is at least 1, 2, … G."""
+        return histogram(values, block + 1)[:, ::-1].cumsum(axis=1)[:, ::-1][:, 1:]
+
+    columns = {"proposed": total(proposed), "committed": total(committed), "verified": total(proposed + 1)}
+    columns["rounds"] = total(np.ones(len(rounds)))
+    columns |= {"kept": at_least(kept), "offered": at_least(offered), "reached": at_least(reached)}
+    columns |= {"kept_all": total(kept), "offered_all": total(offered)}
+    columns["lengths"] = histogram(np.maximum(committed, 1) - 1, block + 1)
+    columns["tokens"] = np.array([len(record.tokens) for record in records], dtype=np.float64)
+    for name in ("wall", "draft", "verify", "other"):
+        columns[name] = np.array([getattr(record, name) for record in records], dtype=np.float64)
     return Tally(block, columns)
 
 
+@functools.lru_cache(maxsize=32)
 def resamples(prompts: int, seed: int, count: int = RESAMPLES) -> Array:
     """Multiplicities of a bootstrap over prompts, [W, P]: each row sums to P. The same for the same seed and P."""
     generator = np.random.default_rng(seed)
@@ -108,7 +115,8 @@ def interval(value: Array, replicates: Array | None) -> dict[str, Any]:
         tail = (1 - LEVEL) / 2
         # an all-NaN column (a position never reached) stays undefined rather than warning
         filled = np.where(np.isnan(value), 0.0, replicates)
-        low, high = (np.where(np.isnan(value), np.nan, np.nanquantile(filled, q, axis=0)) for q in (tail, 1 - tail))
+        quantile = np.nanquantile if np.isnan(filled).any() else np.quantile
+        low, high = np.where(np.isnan(value), np.nan, quantile(filled, (tail, 1 - tail), axis=0))
     return {"value": _plain(value), "low": _plain(low), "high": _plain(high)}
 
 
@@ -118,9 +126,9 @@ def _plain(value: Array) -> Any:
     return None if np.isnan(value) else round(float(value), 6)
 
 
-def summarise(counts: Tally, seed: int) -> dict[str, Any]:
-    """All metrics of one data set: totals, and {value, low, high} per ratio of RATIOS and VECTORS."""
-    weights_WP = resamples(counts.prompts, seed) if counts.prompts > 1 else None
+def summarise(counts: Tally, seed: int | None) -> dict[str, Any]:
+    """All metrics of one data set: totals, and {value, low, high} per ratio. Without a seed there are no intervals."""
+    weights_WP = resamples(counts.prompts, seed) if seed is not None and counts.prompts > 1 else None
     totals = {name: counts.columns[name].sum() for name in ("rounds", "proposed", "committed", "tokens", "wall")}
     summary: dict[str, Any] = {"prompts": counts.prompts}
     summary |= {name: int(total) for name, total in totals.items() if name != "wall"}

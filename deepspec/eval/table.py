@@ -1,0 +1,181 @@
+"""Results as tables: aligned text for the terminal, Markdown for table.md, the paper's Table 1 for several drafters.
+
+Knows results.json only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspec.eval.summary import PLAIN
+
+Results = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells with a title; the first column is left-aligned, the others right-aligned."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    rules: frozenset[int] = frozenset()  # rows that start after a line
+
+    def text(self) -> str:
+        """For a terminal."""
+        lines = [self.header, *self.rows]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
+        total = sum(widths) + 2 * (len(widths) - 1)
+        out = [self.title, "─" * total, _align(self.header, widths), "─" * total]
+        for index, row in enumerate(self.rows):
+            if index in self.rules:
+                out.append("─" * total)
+            out.append(_align(row, widths))
+        return "\n".join([*out, "─" * total])
+
+    def markdown(self) -> str:
+        """A pipe table under a heading."""
+        marks = [":---", *("---:" for _ in self.header[1:])]
+        lines = ["| " + " | ".join(line) + " |" for line in (self.header, marks, *self.rows)]
+        return f"### {self.title}\n\n" + "\n".join(lines) + "\n"
+
+
+def _align(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first = cells[0].ljust(widths[0])
+    return "  ".join([first, *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))]).rstrip()
+
+
+def headline(results: Results) -> list[Results]:
+    """The variants a reader asked for: drafters and baselines at full block and the first batch size, no plain ones."""
+    return [item for item in results["variants"] if item["headline"] and item["kind"] != PLAIN]
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A figure, or a dash where it is undefined."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def spread(metric: Results, digits: int = 2) -> str:
+    """``value (low–high)``, without the bracket where no interval exists."""
+    if metric.get("low") is None:
+        return number(metric["value"], digits)
+    return f"{number(metric['value'], digits)} ({number(metric['low'], digits)}–{number(metric['high'], digits)})"
+
+
+def positions(values: Sequence[float | None]) -> str:
+    """Acceptance by position in two decimals without the leading zero."""
+    return " ".join("–" if value is None else f"{value:.2f}".replace("0.", ".", 1) for value in values)
+
+
+def times(metric: Results | None) -> str:
+    """A speed-up such as ``2.41×``."""
+    return "–" if not metric or metric["value"] is None else f"{metric['value']:.2f}×"
+
+
+def identical(check: Results | None) -> str:
+    """``40 of 40``, with the differing prompts that are floating-point ties named."""
+    if not check:
+        return "–"
+    ties = f" (+{check['ties']} ties)" if check["ties"] else ""
+    return f"{check['identical']} of {check['prompts']}{ties}"
+
+
+HEADER = (
+    "data set",
+    "prompts",
+    "τ (95 % CI)",
+    "accepted | prefix, by position",
+    "plain tok/s",
+    "tok/s",
+    "speed-up",
+    "identical",
+)
+
+
+def drafter_table(item: Results, temperature: float) -> Table:
+    """One variant: a row per data set and the macro average."""
+    rows = []
+    for name, data in item["datasets"].items():
+        rows.append(
+            (
+                name,
+                str(data["prompts"]),
+                spread(data["tau"]),
+                positions(data["conditional_acceptance"]["value"]),
+                number(data.get("plain_tokens_per_second"), 1),
+                number(data["tokens_per_second"]["value"], 1),
+                times(data.get("speed_up")),
+                identical(data.get("identity")),
+            )
+        )
+    macro, checks = item["macro"], [data.get("identity") for data in item["datasets"].values()]
+    total = _sum_checks(checks) if all(checks) else None
+    rows.append(
+        (
+            "average",
+            str(sum(data["prompts"] for data in item["datasets"].values())),
+            spread(macro["tau"]),
+            positions(macro["conditional_acceptance"]["value"]),
+            "",
+            number(macro["tokens_per_second"]["value"], 1),
+            times(macro.get("speed_up")),
+            identical(total),
+        )
+    )
+    title = f"{item['label']}: block {item['block']}, batch {item['batch']}, temperature {temperature:g}"
+    return Table(title, HEADER, rows, frozenset({len(rows) - 1}))
+
+
+def _sum_checks(checks: Sequence[Results | None]) -> Results:
+    return {key: sum(check[key] for check in checks if check) for key in ("prompts", "identical", "ties", "different")}
+
+
+def identity_total(item: Results) -> Results | None:
+    """The identity check of a variant over all data sets, None when it did not run."""
+    checks = [data.get("identity") for data in item["datasets"].values()]
+    return _sum_checks(checks) if checks and all(checks) else None
+
+
+def comparison_table(results: Results) -> Table | None:
+    """The paper's Table 1: τ of each drafter on each data set, the macro average, and the gain of the best one."""
+    rivals = headline(results)
+    if len(rivals) < 2:
+        return None
+    names = list(rivals[0]["datasets"])
+    compared = results["comparison"]
+    header = ("drafter", *names, "average", f"gain of {compared['best']}")
+    rows = []
+    for item in rivals:
+        gain = compared["gains"].get(item["label"], {}).get("macro")
+        rows.append(
+            (
+                item["label"],
+                *(number(item["datasets"][name]["tau"]["value"]) for name in names),
+                number(item["macro"]["tau"]["value"]),
+                "–" if gain is None else f"{100 * gain:+.1f} %",
+            )
+        )
+    return Table("Accepted length τ, tokens per verification (bonus included)", header, rows)
+
+
+def block_table(results: Results) -> Table | None:
+    """Speed-up against block length, one row per drafter and batch size; None without a sweep."""
+    groups = [group for group in results["best_blocks"] if len(group["blocks"]) > 1]
+    if not groups:
+        return None
+    blocks = sorted({entry["block"] for group in groups for entry in group["blocks"]})
+    rows = []
+    for group in groups:
+        speeds = {entry["block"]: f"{entry['speed_up']:.2f}×" for entry in group["blocks"]}
+        cells = [speeds.get(block, "–") for block in blocks]
+        rows.append((group["label"], str(group["batch"]), *cells, f"k = {group['best']}"))
+    return Table(
+        "Speed-up over plain decoding by block length k", ("drafter", "batch", *map(str, blocks), "best"), rows
+    )
+
+
+def tables(results: Results) -> list[Table]:
+    """Every table of a run, in reading order."""
+    temperature = results["settings"]["temperature"]
+    optional = (comparison_table(results), block_table(results))
+    return [drafter_table(item, temperature) for item in headline(results)] + [table for table in optional if table]
