@@ -4,6 +4,7 @@ The conversation is rendered a second time with the answer replaced by a marker:
 equal in both renderings. Templates with ``{% generation %}`` tags say it themselves.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
