@@ -1,0 +1,420 @@
+"""Which draft tokens are verified, and that choosing never changes what is sampled (by exact enumeration)."""
+
+import copy
+import itertools
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deepspec.eval.scheduler import (
+    Async,
+    Causal,
+    Plateau,
+    ScheduleError,
+    Static,
+    Threshold,
+    best_budget,
+    goodput,
+    make_schedule,
+    prefix_survival,
+    ranked,
+    top_lengths,
+)
+from deepspec.eval.sps import SPSTable, roofline
+
+VECTORS = json.loads((Path(__file__).parents[2] / "docs" / "scheduling-vectors.json").read_text())
+
+
+def table(*rates: float) -> SPSTable:
+    return SPSTable(tuple(range(1, len(rates) + 1)), rates)
+
+
+def smooth(limit: int, fixed: float, linear: float, square: float = 0.0) -> SPSTable:
+    """Seconds per step convex in the step's tokens."""
+    sizes = np.arange(1, limit + 1)
+    return SPSTable(tuple(sizes.tolist()), tuple((1 / (fixed + linear * sizes + square * sizes**2)).tolist()))
+
+
+def survivals(confidence_RG: np.ndarray) -> list[list[float]]:
+    return [
+        [float(a) for a in row] for row in np.cumprod(np.asarray(confidence_RG, np.float32), axis=1, dtype=np.float32)
+    ]
+
+
+def plain_walk(confidence_RG: np.ndarray, sps: SPSTable) -> list[int]:
+    """The paper's loop over a frontier: sees a candidate's confidence only once its prefix is admitted."""
+    a = survivals(confidence_RG)
+    rows, block = len(a), len(a[0])
+    lengths = [0] * rows
+    expected, size = float(rows), rows
+    while True:
+        frontier = [(-a[r][lengths[r]], lengths[r], r) for r in range(rows) if lengths[r] < block]
+        if not frontier:
+            return lengths
+        negative, _, row = min(frontier)
+        if (expected - negative) * sps(size + 1) <= expected * sps(size):
+            return lengths
+        expected, size = expected - negative, size + 1
+        lengths[row] += 1
+
+
+def theta(confidence_RG: np.ndarray, lengths: tuple[int, ...], sps: SPSTable) -> float:
+    a = np.cumprod(confidence_RG, axis=1)
+    expected = len(a) + sum(float(a[r, :n].sum()) for r, n in enumerate(lengths))
+    return expected * sps(len(a) + sum(lengths))
+
+
+# ---------------------------------------------------------------------------------------------------- walk and ranking
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_equals_the_plain_walk(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    rows, block = int(random.integers(1, 9)), int(random.integers(1, 8))
+    # A coarse grid makes ties common, ones make them within a request, zeros end a proposal.
+    confidence = random.integers(0, 5, (rows, block)) / 4 if seed % 2 else random.random((rows, block))
+    rates = np.sort(random.random(rows * (block + 1)))[::-1] ** 0.2
+    sps = table(*rates.tolist())
+    assert Causal(sps)(confidence).tolist() == plain_walk(confidence, sps)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_top_lengths_are_the_most_likely_prefixes_of_any_budget(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    confidence = random.integers(1, 5, (4, 3)) / 4
+    a = survivals(confidence)
+    order = sorted((-a[r][j], j, r) for r in range(4) for j in range(3))
+    survival = prefix_survival(confidence)
+    for budget in range(14):
+        chosen = order[:budget]
+        lengths = top_lengths(survival, ranked(survival), budget)
+        assert lengths.tolist() == [sum(r == row for _, _, r in chosen) for row in range(4)]
+        assert {(r, j) for _, j, r in chosen} == {(r, j) for r in range(4) for j in range(lengths[r])}  # prefix-closed
+
+
+def test_ties_go_to_the_earlier_position_then_the_earlier_request() -> None:
+    confidence = np.array([[0.5, 1.0, 1.0], [0.5, 1.0, 0.2], [0.5, 0.2, 0.2]])
+    survival = prefix_survival(confidence)
+    found = [top_lengths(survival, ranked(survival), budget).tolist() for budget in range(7)]
+    assert found == [[0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1], [2, 2, 1], [3, 2, 1]]
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_early_stop_is_the_optimum_on_convex_seconds(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    confidence = random.random((3, 3)) ** 0.5
+    sps = smooth(12, random.random(), random.random(), random.random() * 0.1)
+    best = max(theta(confidence, lengths, sps) for lengths in itertools.product(range(4), repeat=3))
+    assert theta(confidence, tuple(Causal(sps)(confidence)), sps) == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_global_search_is_the_optimum_on_steps(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    confidence = random.random((3, 3)) ** 0.5
+    sps = SPSTable((3, 4, 6, 9, 12), tuple(np.sort(random.random(5) + 0.5)[::-1].tolist()))
+    survival = prefix_survival(confidence)
+    ranking = ranked(survival)
+    budget = best_budget(ranking, 3, sps.curve(12))
+    best = max(theta(confidence, lengths, sps) for lengths in itertools.product(range(4), repeat=3))
+    assert theta(confidence, tuple(top_lengths(survival, ranking, budget)), sps) == pytest.approx(best, rel=1e-6)
+    assert goodput(ranking, 3, sps.curve(12))[budget] == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_more_load_never_gives_a_request_more_on_smooth_curves(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    sps = smooth(400, 1.0, random.random() * 0.1)
+    scheduler = Causal(sps)
+    confidence = random.random((40, 7)) ** 0.3
+    previous = np.full(1, 7)
+    for rows in range(1, 41):
+        lengths = scheduler(confidence[:rows])
+        assert (lengths[: len(previous)] <= previous).all()
+        previous = lengths
+    copies = [scheduler(np.tile(confidence[:4], (n, 1))).sum() / n for n in (1, 2, 4, 8)]
+    assert copies == sorted(copies, reverse=True)
+    assert copies[0] > copies[-1]
+
+
+def test_an_edge_of_a_step_stops_causal_but_not_plateau_nor_async() -> None:
+    """64 requests on a table with an edge at 64: the next tile pays only once it is filled."""
+    sps = SPSTable((64, 128, 192), (100.0, 75.0, 50.0))
+    confidence = np.full((64, 3), 0.9)
+    assert Causal(sps)(confidence).sum() == 0
+    assert Plateau(sps)(confidence).sum() == 64
+    scheduler = Async(sps)
+    assert [int(scheduler(confidence).sum()) for _ in range(3)] == [0, 0, 64]
+
+
+def test_async_takes_its_step_size_from_two_steps_ago() -> None:
+    sps = table(1.0, 0.99, 0.98, 0.5, 0.49, 0.48)
+    sure, unsure = np.array([[0.9, 0.9]]), np.array([[0.001, 0.001]])
+    scheduler = Async(sps)
+    lengths = [int(scheduler(confidence)[0]) for confidence in (sure, unsure, unsure, sure, sure)]
+    assert lengths == [2, 0, 2, 0, 0]
+    scheduler = Async(sps)
+    for _ in range(2):
+        scheduler(np.tile(sure, (1, 1)))
+    assert scheduler(np.tile(sure, (2, 1))).tolist() == [1, 0]  # step of 3 tokens: a request joined, one token is left
+    scheduler = Async(sps)
+    for _ in range(2):
+        scheduler(np.tile(sure, (3, 1)))
+    assert scheduler(sure).sum() == 2  # requests left: never more than is offered
+
+
+# ------------------------------------------------------------------------------------------------------- edges, errors
+
+
+@pytest.mark.parametrize("name", ["none", "static", "threshold", "causal", "plateau", "async"])
+def test_every_policy_stays_within_what_is_offered(name: str) -> None:
+    scheduler = make_schedule(name, sps=roofline(limit=256), length=5, threshold=0.3)
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        rows = int(random.integers(1, 40))
+        confidence = random.random((rows, 7)).astype(np.float32)
+        offered = random.integers(0, 8, rows)
+        confidence[np.arange(7) >= offered[:, None]] = 0.0
+        lengths = scheduler(confidence)
+        assert lengths.shape == (rows,)
+        assert (lengths >= 0).all()
+        assert (lengths <= offered).all()
+    assert scheduler(np.zeros((3, 0))).tolist() == [0, 0, 0]
+
+
+def test_static_and_threshold() -> None:
+    confidence = np.array([[0.9, 0.4, 0.9], [0.3, 0.9, 0.9], [0.8, 0.7, 0.0]])
+    assert Static(2)(confidence).tolist() == [2, 2, 2]
+    assert Static(9)(confidence).tolist() == [3, 3, 2]
+    assert Threshold(0.5)(confidence).tolist() == [1, 0, 2]
+    assert Threshold(0.0)(confidence).tolist() == [3, 3, 2]
+
+
+@pytest.mark.parametrize("bad", [np.nan, -0.1, 1.1])
+def test_confidences_that_are_no_probabilities_are_refused(bad: float) -> None:
+    confidence = np.full((3, 2), 0.5)
+    confidence[1, 1] = bad
+    with pytest.raises(ScheduleError, match="request 1"):
+        Causal(table(1.0))(confidence)
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ScheduleError, match=r"deepspec\.eval\.profile"):
+        make_schedule("causal")
+    with pytest.raises(ScheduleError, match="length"):
+        make_schedule("static")
+    with pytest.raises(ScheduleError, match="one of none, static"):
+        make_schedule("eager")
+    with pytest.raises(ScheduleError, match="threshold"):
+        Threshold(1.5)
+
+
+@pytest.mark.parametrize("case", VECTORS["cases"], ids=[case["name"] for case in VECTORS["cases"]])
+def test_published_vectors(case: dict) -> None:
+    sps = SPSTable(tuple(case["sps"]["tokens"]), tuple(case["sps"]["steps_per_second"])) if "sps" in case else None
+    scheduler = make_schedule(case["policy"], sps=sps, length=case.get("length"), threshold=case.get("threshold"))
+    found = [scheduler(np.asarray(step["confidence"], np.float32)).tolist() for step in case["steps"]]
+    assert found == [step["lengths"] for step in case["steps"]]
+
+
+# ------------------------------------------------------------------------------------------- losslessness, enumerated
+
+Outputs = tuple[tuple[int, ...], ...]
+HORIZON, BLOCK, VOCABULARY = 3, 2, 2
+
+
+class Retrospective:
+    """What must not be done: search all budgets, then keep the best, having seen the tokens it drops."""
+
+    def __init__(self, sps: SPSTable) -> None:
+        self.curve = sps.curve(64)
+
+    def __call__(self, confidence_RG: np.ndarray) -> np.ndarray:
+        survival = prefix_survival(confidence_RG)
+        ranking = ranked(survival)
+        return top_lengths(survival, ranking, best_budget(ranking, survival.shape[1], self.curve))
+
+
+class World:
+    """p, q and confidences of each request, looked up by the whole context: random, and nothing is shared."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+        self.p: dict = defaultdict(lambda: self.random.dirichlet([1.0] * VOCABULARY))
+        self.q: dict = defaultdict(lambda: self.random.dirichlet([1.0] * VOCABULARY))
+        self.c: dict = defaultdict(lambda: float(self.random.choice([0.02, 0.6, 0.97])))
+
+    def confidence(self, row: int, context: tuple[int, ...], draft: tuple[int, ...]) -> list[float]:
+        """c_j given x_<j only: the key leaves out x_j."""
+        return [self.c[row, context, draft[:j]] for j in range(BLOCK)]
+
+    def drafts(self, row: int, context: tuple[int, ...]) -> list[tuple[tuple[int, ...], float]]:
+        result = []
+        for draft in itertools.product(range(VOCABULARY), repeat=BLOCK):
+            chance = 1.0
+            for j, token in enumerate(draft):
+                chance *= self.q[row, context + draft[:j]][token]
+            result.append((draft, chance))
+        return result
+
+    def verified(self, row: int, context: tuple[int, ...], draft: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+        """Distribution of the context after verifying ``draft`` (Leviathan), cut at the horizon."""
+        result: dict[tuple[int, ...], float] = defaultdict(float)
+        alive = 1.0
+        for j, token in enumerate(draft):
+            here = context + draft[:j]
+            p, q = self.p[row, here], self.q[row, here]
+            accept = min(1.0, p[token] / q[token])
+            residual = np.maximum(p - q, 0)
+            if accept < 1.0:
+                for other in range(VOCABULARY):
+                    result[(*here, other)] += alive * (1 - accept) * residual[other] / residual.sum()
+            alive *= accept
+        for token in range(VOCABULARY):
+            result[(*context, *draft, token)] += alive * self.p[row, context + draft][token]
+        cut: dict[tuple[int, ...], float] = defaultdict(float)
+        for sequence, chance in result.items():
+            cut[sequence[:HORIZON]] += chance
+        return cut
+
+    def target(self, rows: int) -> dict[Outputs, float]:
+        single = []
+        for row in range(rows):
+            chances = {}
+            for sequence in itertools.product(range(VOCABULARY), repeat=HORIZON):
+                chances[sequence] = float(np.prod([self.p[row, sequence[:i]][sequence[i]] for i in range(HORIZON)]))
+            single.append(chances)
+        return {
+            outputs: float(np.prod([single[row][sequence] for row, sequence in enumerate(outputs)]))
+            for outputs in itertools.product(*single)
+        }
+
+
+def enumerate_outputs(
+    world: World, scheduler: object, rows: int, see: object = None
+) -> tuple[dict[Outputs, float], set]:
+    """Joint distribution of all requests' first HORIZON tokens under draft → schedule → verify, and the lengths used.
+
+    Finished requests leave the batch, so its size changes. ``see`` may replace the confidences that the scheduler gets.
+    """
+    key_of = lambda s: tuple(getattr(s, "_sizes", ()))  # noqa: E731 - all the state any of them has
+    waiting: dict = {(((),) * rows, key_of(scheduler)): (1.0, scheduler)}
+    done: dict[Outputs, float] = defaultdict(float)
+    used: set = set()
+    while waiting:
+        following: dict = {}
+        for (outputs, _), (chance, state) in waiting.items():
+            active = [row for row in range(rows) if len(outputs[row]) < HORIZON]
+            if not active:
+                done[outputs] += chance
+                continue
+            for drafts in itertools.product(*(world.drafts(row, outputs[row]) for row in active)):
+                tokens = [draft for draft, _ in drafts]
+                after = copy.deepcopy(state)
+                seen = np.array([world.confidence(row, outputs[row], d) for row, d in zip(active, tokens, strict=True)])
+                lengths = after(see(world, active, outputs, tokens) if see else seen)
+                used.add(tuple(lengths.tolist()))
+                weight = chance * float(np.prod([likely for _, likely in drafts]))
+                ends = [
+                    world.verified(row, outputs[row], draft[:length]).items()
+                    for row, draft, length in zip(active, tokens, lengths, strict=True)
+                ]
+                for combination in itertools.product(*ends):
+                    new = list(outputs)
+                    for row, (sequence, _) in zip(active, combination, strict=True):
+                        new[row] = sequence
+                    key = (tuple(new), key_of(after))
+                    more = weight * float(np.prod([likely for _, likely in combination]))
+                    following[key] = (following.get(key, (0.0, None))[0] + more, after)
+        waiting = following
+    return done, used
+
+
+def distance(found: dict[Outputs, float], wanted: dict[Outputs, float]) -> float:
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-12)
+    return max(abs(found.get(key, 0.0) - wanted[key]) for key in wanted)
+
+
+STEPS = SPSTable((1, 2, 3, 4, 6), (1.0, 0.62, 0.55, 0.42, 0.4))
+
+
+@pytest.mark.parametrize("policy", [Causal, Plateau, Async])
+@pytest.mark.parametrize(("rows", "seed"), [(1, 0), (1, 1), (1, 2), (2, 3)])
+def test_outputs_of_all_requests_are_jointly_the_targets(policy: type, rows: int, seed: int) -> None:
+    world = World(seed)
+    found, used = enumerate_outputs(world, policy(STEPS), rows)
+    assert distance(found, world.target(rows)) < 1e-12
+    assert len(used) > 1  # the schedule did vary
+
+
+def test_the_retrospective_search_changes_the_distribution() -> None:
+    gaps = []
+    for seed in range(3):
+        world = World(seed)
+        found, _ = enumerate_outputs(world, Retrospective(STEPS), 1)
+        gaps.append(distance(found, world.target(1)))
+    assert max(gaps) > 1e-3
+
+
+def test_gating_a_token_by_its_own_probability_changes_the_distribution() -> None:
+    """q(x_j) knows x_j; the drafter's largest probability does not (drafters without a confidence head)."""
+
+    def own(world: World, active: list[int], outputs: Outputs, tokens: list) -> np.ndarray:
+        rows = zip(active, tokens, strict=True)
+        return np.array([[world.q[r, outputs[r] + d[:j]][d[j]] for j in range(BLOCK)] for r, d in rows])
+
+    def largest(world: World, active: list[int], outputs: Outputs, tokens: list) -> np.ndarray:
+        rows = zip(active, tokens, strict=True)
+        return np.array([[world.q[r, outputs[r] + d[:j]].max() for j in range(BLOCK)] for r, d in rows])
+
+    world = World(5)
+    wanted = world.target(1)
+    assert distance(enumerate_outputs(world, Threshold(0.6), 1, see=largest)[0], wanted) < 1e-12
+    assert distance(enumerate_outputs(world, Threshold(0.6), 1, see=own)[0], wanted) > 1e-3
+
+
+def test_requests_must_be_causal_towards_each_other() -> None:
+    """Each length depends on the *other* request's tokens only: each output alone is right, the pair is not."""
+
+    class Crossed:
+        def __call__(self, confidence_RG: np.ndarray) -> np.ndarray:
+            alone = len(confidence_RG) == 1
+            return np.zeros(1, np.int64) if alone else (confidence_RG[::-1, 1] > 0.5).astype(np.int64)
+
+    def second_tells_the_first_token(world: World, active: list[int], outputs: Outputs, tokens: list) -> np.ndarray:
+        return np.array([[0.9, 0.9 if draft[0] == 0 else 0.1] for draft in tokens])
+
+    world = World(7)
+    found, _ = enumerate_outputs(world, Crossed(), 2, see=second_tells_the_first_token)
+    first = defaultdict(float)
+    for outputs, chance in found.items():
+        first[outputs[0][0]] += chance
+    assert first[0] == pytest.approx(world.p[0, ()][0], abs=1e-12)
+    assert distance(found, world.target(2)) > 1e-3
+
+
+def test_appendix_a() -> None:
+    """dspark.md §6: V = {A, B}, p = (0.7, 0.3), q = (0.5, 0.5); c_2 is 0.9 after A and 0 after B."""
+    sps = table(1.0, 0.5, 0.45)
+    p, q = np.array([0.7, 0.3]), np.array([0.5, 0.5])
+
+    def chance_of_a(scheduler: object) -> float:
+        total = 0.0
+        for token in (0, 1):
+            length = scheduler(np.array([[0.8, 0.9 if token == 0 else 0.0]]))[0]
+            accept = min(1.0, p[token] / q[token])
+            if length == 0:
+                total += q[token] * p[0]
+            else:
+                total += q[token] * (accept if token == 0 else 1 - accept)  # the residual is all on A
+        return total
+
+    assert Causal(sps)(np.array([[0.8, 0.9]])).tolist() == [0]
+    assert Causal(sps)(np.array([[0.8, 0.0]])).tolist() == [0]
+    assert chance_of_a(Causal(sps)) == pytest.approx(0.7, abs=1e-12)
+    assert chance_of_a(Plateau(sps)) == pytest.approx(0.7, abs=1e-12)
+    assert Retrospective(sps)(np.array([[0.8, 0.9]])).tolist() == [2]
+    assert chance_of_a(Retrospective(sps)) == pytest.approx(0.85, abs=1e-12)
