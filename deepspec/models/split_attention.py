@@ -60,8 +60,10 @@ def split_attention(
 def _chunks(rows: int, per_block: int, context: int, first_BNG: Tensor, end_BN: Tensor) -> Iterator[_Chunk]:
     """Cut the work so that a chunk holds about _CHUNK_SCORES scores; ``per_block`` = K·r·G scores per context key."""
     count = end_BN.shape[1]
-    if rows * count * per_block * context <= _CHUNK_SCORES:
-        yield _Chunk(0, rows, 0, count, 0, context, 0, 0)
+    whole = _CHUNK_SCORES // max(1, count * per_block * context)
+    if whole:  # small rows go together, untrimmed: no value is read back from the device
+        for b in range(0, rows, whole):
+            yield _Chunk(b, min(rows, b + whole), 0, count, 0, context, 0, 0)
         return
     first_BN, last_first_BN = first_BNG.amin(-1), first_BNG.amax(-1)
     size = max(1, _CHUNK_SCORES // (per_block * max(context, 1)))

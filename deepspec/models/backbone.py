@@ -1,0 +1,189 @@
+"""Draft layers and backbone: target features enter every layer as extra keys and values (DFlash §3).
+
+Norms, MLPs and rotary embeddings are those of the target's family, borrowed from transformers; only the attention over
+injected context is new. One forward trains on N anchors and drafts one block. Knows no heads, no tokens and no loss.
+Shapes: B rows, S context tokens, Q = N·G draft queries, D hidden size, F = M·D taps, H/K heads, C head dim.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm, Gemma3RotaryEmbedding
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextMLP, Gemma4TextRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+
+from deepspec.models.attention import attend
+from deepspec.models.draft_config import style_of
+from deepspec.models.masks import Blocks
+
+Rope = tuple[Tensor, Tensor]
+KeysValues = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Style:
+    """What a family's decoder layer is made of. A sandwich layer also norms what it adds to the residual."""
+
+    norm: Callable[..., nn.Module]
+    mlp: Callable[[Any], nn.Module]
+    rotary: Callable[[Any], nn.Module]
+    sandwich: bool = False
+    by_layer_type: bool = False  # rotary embedding takes the layer type
+    value_norm: bool = False  # values are normed without a weight
+    scalar: bool = False  # the layer's output is multiplied by a stored constant
+
+
+STYLES = {
+    "qwen3": Style(Qwen3RMSNorm, Qwen3MLP, Qwen3RotaryEmbedding),
+    "gemma3": Style(Gemma3RMSNorm, Gemma3MLP, Gemma3RotaryEmbedding, sandwich=True, by_layer_type=True),
+    "gemma4": Style(
+        Gemma4RMSNorm,
+        lambda config: Gemma4TextMLP(config, 0),
+        Gemma4TextRotaryEmbedding,
+        sandwich=True,
+        by_layer_type=True,
+        value_norm=True,
+        scalar=True,
+    ),
+}
+
+
+class Rotary:
+    """cos and sin at absolute positions, scaling inherited from the target. Holds its frequencies outside the module
+    tree, so that converting a drafter to bfloat16 never rounds them."""
+
+    def __init__(self, config: PretrainedConfig, style: Style) -> None:
+        self._module = style.rotary(config)
+        self._arguments = (config.layer_types[0],) if style.by_layer_type else ()
+
+    @torch.no_grad()
+    def __call__(self, like: Tensor, positions_BT: Tensor) -> Rope:
+        """[B, T, C] each, in the dtype and on the device of ``like``."""
+        return self._module(like, positions_BT, *self._arguments)
+
+
+def rotate(x_BTHC: Tensor, rope: Rope) -> Tensor:
+    """Rotary embedding of all heads."""
+    cos, sin = (part.unsqueeze(2) for part in rope)
+    return x_BTHC * cos + rotate_half(x_BTHC) * sin
+
+
+class DraftAttention(nn.Module):
+    """Projections, norms and rotary of one layer; ``inputs`` is the width of what it projects (2·D in EAGLE-3)."""
+
+    def __init__(self, config: Any, style: Style, inputs: int, qk_norm: bool = True) -> None:
+        super().__init__()
+        layer = config.per_layer_config[0] if style.scalar else config
+        self.head_dim, self.kv_heads, self.heads = layer.head_dim, layer.num_key_value_heads, config.num_attention_heads
+        keys_are_values = style.scalar and config.attention_k_eq_v and config.layer_types[0] == "full_attention"
+        self.scale = _attention_scale(config, style, self.head_dim)
+        width, bias = self.kv_heads * self.head_dim, bool(config.attention_bias)
+        self.q_proj = nn.Linear(inputs, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(inputs, width, bias=bias)
+        self.v_proj = None if keys_are_values else nn.Linear(inputs, width, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=bias)
+        eps = config.rms_norm_eps
+        self.q_norm = style.norm(self.head_dim, eps=eps) if qk_norm else nn.Identity()
+        self.k_norm = style.norm(self.head_dim, eps=eps) if qk_norm else nn.Identity()
+        self.v_norm = style.norm(self.head_dim, eps=eps, with_scale=False) if style.value_norm else nn.Identity()
+
+    def queries(self, x_BTE: Tensor, rope: Rope) -> Tensor:
+        """[B, T, H, C]"""
+        return rotate(self.q_norm(self.q_proj(x_BTE).unflatten(-1, (self.heads, self.head_dim))), rope)
+
+    def keys_values(self, x_BTE: Tensor, rope: Rope) -> KeysValues:
+        """[B, T, K, C] each."""
+        shape = (self.kv_heads, self.head_dim)
+        keys = self.k_proj(x_BTE).unflatten(-1, shape)
+        values = keys if self.v_proj is None else self.v_proj(x_BTE).unflatten(-1, shape)
+        return rotate(self.k_norm(keys), rope), self.v_norm(values)
+
+    def attend(self, q_BQHC: Tensor, context: KeysValues, own: KeysValues, blocks: Blocks) -> Tensor:
+        """Attention over context [B, K, S, C] and own keys [B, O, K, C], projected to [B, Q, D]."""
+        return self.o_proj(attend(q_BQHC, *context, *own, blocks, self.scale).flatten(2))
+
+
+def _attention_scale(config: Any, style: Style, head_dim: int) -> float:
+    if style.scalar:
+        return 1.0
+    return float(getattr(config, "query_pre_attn_scalar", None) or head_dim) ** -0.5
+
+
+class DraftLayer(nn.Module):
+    """One decoder layer. A fused layer (EAGLE-3) attends from [norm(embedding) ; norm(hidden)], 2·D wide."""
+
+    def __init__(self, config: Any, style: Style, fused: bool = False, qk_norm: bool = True) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.sandwich = style.sandwich
+        self.self_attn = DraftAttention(config, style, inputs=2 * width if fused else width, qk_norm=qk_norm)
+        self.mlp = style.mlp(config)
+        self.input_layernorm = style.norm(width, eps=eps)
+        self.post_attention_layernorm = style.norm(width, eps=eps)
+        if fused:
+            self.hidden_norm = style.norm(width, eps=eps)
+        if style.sandwich:
+            self.pre_feedforward_layernorm = style.norm(width, eps=eps)
+            self.post_feedforward_layernorm = style.norm(width, eps=eps)
+        self.register_buffer("layer_scalar", torch.ones(1) if style.scalar else None)
+
+    def forward(self, x_BQD: Tensor, rope: Rope, context: KeysValues, blocks: Blocks) -> Tensor:
+        """Draft queries ``x_BQD`` see ``context`` keys and those of their own block."""
+        attention, normed = self.self_attn, self.input_layernorm(x_BQD)
+        own = attention.keys_values(normed, rope)
+        return self.finish(x_BQD, attention.attend(attention.queries(normed, rope), context, own, blocks))
+
+    def finish(self, residual_BQD: Tensor, attended_BQD: Tensor) -> Tensor:
+        """Everything after the attention: residuals, norms, MLP."""
+        if self.sandwich:
+            x_BQD = residual_BQD + self.post_attention_layernorm(attended_BQD)
+            fed = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x_BQD)))
+        else:
+            x_BQD = residual_BQD + attended_BQD
+            fed = self.mlp(self.post_attention_layernorm(x_BQD))
+        out_BQD = x_BQD + fed
+        return out_BQD if self.layer_scalar is None else out_BQD * self.layer_scalar
+
+
+class Backbone(nn.Module):
+    """fc, its norm, the draft layers and the final norm; tensor names are those of the published checkpoints."""
+
+    def __init__(self, config: PretrainedConfig, taps: int) -> None:
+        super().__init__()
+        style, width = STYLES[style_of(config)], config.hidden_size
+        self.fc = nn.Linear(taps * width, width, bias=False)
+        self.hidden_norm = style.norm(width, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config, style) for _ in range(config.num_hidden_layers))
+        self.norm = style.norm(width, eps=config.rms_norm_eps)
+        self.rotary = Rotary(config, style)
+        initialise(self, config.initializer_range)
+
+    def context(self, taps_BSF: Tensor, positions_BS: Tensor) -> list[KeysValues]:
+        """Keys and values [B, K, S, C] of every layer for target features at absolute ``positions_BS``.
+
+        H_ctx = hidden_norm(fc(taps)) goes through each layer's own projections without a layer norm (DFlash §3).
+        """
+        features_BSD = self.hidden_norm(self.fc(taps_BSF))
+        rope = self.rotary(features_BSD, positions_BS)
+        pairs: list[KeysValues] = [layer.self_attn.keys_values(features_BSD, rope) for layer in self.layers]  # type: ignore
+        return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in pairs]
+
+    def forward(self, x_BQD: Tensor, positions_BQ: Tensor, contexts: Sequence[KeysValues], blocks: Blocks) -> Tensor:
+        """Hidden states [B, Q, D] after the final norm (the head's input) of block inputs at absolute positions."""
+        rope = self.rotary(x_BQD, positions_BQ)
+        for layer, context in zip(self.layers, contexts, strict=True):
+            x_BQD = layer(x_BQD, rope, context, blocks)
+        return self.norm(x_BQD)
+
+
+def initialise(module: nn.Module, std: float) -> None:
+    """Linear weights from N(0, std²), biases zero; norms keep the neutral values they are built with."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=std)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
