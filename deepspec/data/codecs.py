@@ -12,7 +12,7 @@ import struct
 import threading
 import warnings
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -35,9 +35,20 @@ class CodecError(ValueError):
 class Codec(Protocol):
     """bfloat16 matrices to bytes and back; stateless, so safe to share between threads."""
 
-    name: str
-    number: int
-    bytes_per_value: float  # typical, of real hidden states; raw bfloat16 is 2
+    @property
+    def name(self) -> str:
+        """What recipes call it."""
+        ...
+
+    @property
+    def number(self) -> int:
+        """What records call it."""
+        ...
+
+    @property
+    def bytes_per_value(self) -> float:
+        """Typical, of real hidden states; raw bfloat16 is 2."""
+        ...
 
     def encode(self, states_SF: torch.Tensor) -> bytes:
         """Encode a bfloat16 matrix. Runs on the tensor's device up to the entropy coder."""
@@ -85,9 +96,9 @@ def _check(states_SF: torch.Tensor) -> None:
         raise CodecError(f"codecs take bfloat16 matrices, got {states_SF.dtype} of {states_SF.ndim} dimensions")
 
 
-def _tensor(plane: np.ndarray | memoryview, rows: int, channels: int, dtype: torch.dtype) -> torch.Tensor:
+def _tensor(plane: Any, rows: int, channels: int, dtype: torch.dtype) -> torch.Tensor:
     """A view of the plane, not to be written to."""
-    return torch.frombuffer(memoryview(plane), dtype=dtype).view(rows, channels)
+    return torch.frombuffer(plane, dtype=dtype).view(rows, channels)
 
 
 @dataclass(frozen=True)

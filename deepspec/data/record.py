@@ -1,0 +1,111 @@
+"""One sample as self-contained bytes: a fixed header, tokens, spans, encoded states, a checksum. Knows no files.
+
+Layout, little endian (docs/cache-format.md): ``DSRC`` · u32 version · u64 XXH3-64 of everything after it · u16 codec ·
+u16 taps M · u32 tokens, spans, last states, hidden D, tap channels F, id bytes · u64 taps bytes, last bytes ·
+i32 spans · i32 tokens · id · taps block · last block.
+
+Shapes: S tokens, I tokens with a last state, F = M·D tap channels, D hidden size.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+import xxhash
+
+from deepspec.data.batch import Sample
+from deepspec.data.codecs import Codec, codec_numbered
+
+MAGIC: Final = b"DSRC"
+VERSION: Final = 1
+_PREFIX: Final = struct.Struct("<4sIQ")
+_SIZES: Final = struct.Struct("<HHIIIIIIQQ")
+_BODY: Final = _PREFIX.size + _SIZES.size
+Spans = Sequence[tuple[int, int]]
+
+
+class RecordError(ValueError):
+    """Bytes that are not a whole, undamaged record."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sample on its way into the cache: token ids, half-open supervised spans, the target's states in bfloat16."""
+
+    id: str
+    source: str
+    tokens: Sequence[int]
+    spans: Spans
+    taps_SF: torch.Tensor
+    last_ID: torch.Tensor
+
+
+def supervised_mask(length: int, spans: Spans) -> torch.Tensor:
+    """supervised_S: True where a token is a label."""
+    mask_S = torch.zeros(length, dtype=torch.bool)
+    for start, end in spans:
+        mask_S[start:end] = True
+    return mask_S
+
+
+def last_positions(supervised_S: torch.Tensor) -> torch.Tensor:
+    """Positions t, ascending, whose token t+1 is supervised: where the cache keeps a last state."""
+    return torch.nonzero(supervised_S[1:]).flatten()
+
+
+def pack(row: Row, codec: Codec, taps: int) -> bytes:
+    """The record of a row. Thread-safe; the entropy coder releases the interpreter lock."""
+    name = row.id.encode()
+    taps_block, last_block = codec.encode(row.taps_SF), codec.encode(row.last_ID)
+    spans = np.asarray(row.spans, "<i4").reshape(-1)
+    tokens = np.asarray(row.tokens, "<i4")
+    sizes = _SIZES.pack(
+        *(codec.number, taps),
+        *(len(tokens), len(row.spans), len(row.last_ID), row.last_ID.shape[1], row.taps_SF.shape[1], len(name)),
+        *(len(taps_block), len(last_block)),
+    )
+    checked = b"".join([sizes, spans.tobytes(), tokens.tobytes(), name, taps_block, last_block])
+    return _PREFIX.pack(MAGIC, VERSION, xxhash.xxh3_64_intdigest(checked)) + checked
+
+
+def checksum(record: bytes | memoryview) -> int:
+    """The checksum that a record's header states."""
+    return _PREFIX.unpack_from(record)[2]
+
+
+def check(record: bytes | memoryview) -> None:
+    """Raise RecordError unless the bytes are a whole record whose checksum holds."""
+    if len(record) < _BODY or bytes(record[:4]) != MAGIC:
+        raise RecordError("no record starts here: the file was cut or overwritten")
+    _, version, digest = _PREFIX.unpack_from(record)
+    if version > VERSION:
+        raise RecordError(f"record version {version} is newer than this deepspec's {VERSION}: update deepspec")
+    _, _, tokens, spans, _, _, _, name, taps_block, last_block = _SIZES.unpack_from(record, _PREFIX.size)
+    size = _BODY + 8 * spans + 4 * tokens + name + taps_block + last_block
+    if size != len(record):
+        raise RecordError(f"the record has {len(record)} bytes and its header says {size}")
+    if xxhash.xxh3_64_intdigest(memoryview(record)[_PREFIX.size :]) != digest:
+        raise RecordError("the checksum does not match: at least one byte changed")
+
+
+def unpack(record: bytes | memoryview) -> Sample:
+    """Check and decode a record; raises RecordError or CodecError when it is damaged."""
+    check(record)
+    view = memoryview(record)
+    number, _, tokens, spans, states, hidden, channels, name, *blocks = _SIZES.unpack_from(view, _PREFIX.size)
+    parts, start = [], _BODY
+    for size in (8 * spans, 4 * tokens, name, *blocks):
+        parts.append(view[start : start + size])
+        start += size
+    codec = codec_numbered(number)
+    pairs = np.frombuffer(parts[0], "<i4").reshape(-1, 2)
+    return Sample(
+        id=bytes(parts[2]).decode(),
+        tokens_S=torch.from_numpy(np.frombuffer(parts[1], "<i4").astype(np.int64)),
+        supervised_S=supervised_mask(tokens, [(int(start), int(end)) for start, end in pairs]),
+        taps_SF=codec.decode(parts[3], tokens, channels),
+        last_ID=codec.decode(parts[4], states, hidden),
+    )
