@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from deepspec.eval.records import Record
+from deepspec.models.verify import ThresholdSchedule
 
 THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(20))
 
@@ -64,28 +66,29 @@ def _auc(score: NDArray[np.float64], label: NDArray[np.bool_]) -> float | None:
 
 
 def threshold_sweep(records: Sequence[Record], thresholds: Sequence[float] = THRESHOLDS) -> list[dict[str, float]]:
-    """What cutting each proposal before its first confidence below a threshold would have given, from full proposals.
+    """What ``--confidence-threshold`` would have given, from proposals that were verified in full.
 
-    The proposal keeps ℓ leading positions; min(accepted, ℓ) of them are accepted. Rounds are taken where they started
+    The schedule keeps ℓ leading positions; min(accepted, ℓ) of them are accepted. Rounds are taken where they started
     in the recorded run, which a thresholded run would shift slightly: a what-if, exact per round. Rounds that a stop
     token or the limit cut are left out. Empty when no confidence was recorded.
     """
     accepted: list[int] = []
-    lowest: list[list[float]] = []
+    proposals: list[int] = []
+    confidences: list[list[float]] = []
     for record in records:
         for (proposed, kept, committed), values in zip(record.rounds, record.confidence or [], strict=False):
             if committed > kept and proposed and len(values) >= proposed:
                 accepted.append(kept)
-                lowest.append(values[:proposed])
+                proposals.append(proposed)
+                confidences.append(values[:proposed])
     if not accepted:
         return []
     rows = []
-    width = max(map(len, lowest))
-    # positions that were not proposed never pass a threshold
-    padded = np.array([[*values, *[-1.0] * (width - len(values))] for values in lowest])
-    floor_NG = np.minimum.accumulate(padded, axis=1)
+    width = max(map(len, confidences))
+    # zeros stand for positions that were not proposed; the minimum below keeps them out at any threshold
+    confidence_NG = torch.tensor([[*values, *[0.0] * (width - len(values))] for values in confidences])
     for threshold in thresholds:
-        lengths = (floor_NG >= threshold).sum(axis=1)
+        lengths = np.minimum(ThresholdSchedule(threshold)(confidence_NG).numpy(), proposals)
         taken = np.minimum(accepted, lengths)
         rows.append(
             {

@@ -26,6 +26,7 @@ RATIOS: dict[str, tuple[str, str]] = {
     "proposal_length": ("proposed", "rounds"),
     "tokens_per_second": ("tokens", "wall"),
     "proposals_per_second": ("rounds", "wall"),
+    "prefill_share": ("prefill", "wall"),
     "draft_share": ("draft", "wall"),
     "verify_share": ("verify", "wall"),
     "other_share": ("other", "wall"),
@@ -82,7 +83,7 @@ def tally(records: Sequence[Record], block: int) -> Tally:
     columns |= {"kept_all": total(kept), "offered_all": total(offered)}
     columns["lengths"] = histogram(np.maximum(committed, 1) - 1, block + 1)
     columns["tokens"] = np.array([len(record.tokens) for record in records], dtype=np.float64)
-    for name in ("wall", "draft", "verify", "other"):
+    for name in ("wall", "prefill", "draft", "verify", "other"):
         columns[name] = np.array([getattr(record, name) for record in records], dtype=np.float64)
     return Tally(block, columns)
 

@@ -21,7 +21,7 @@ class Record:
 
     ``accepted`` is the verified prefix, ``committed`` what the answer kept of it and of the target's own token;
     it differs from accepted + 1 only in a round that a stop token or the token limit cut. The token that the prompt's
-    own forward yields belongs to no round. ``wall``, ``draft``, ``verify`` and ``other`` are seconds since the previous
+    own forward yields belongs to no round. ``wall`` and its parts ``prefill`` … ``other`` are seconds since the previous
     record of the same stream, so that sums over records are totals, also after a resume and at any batch size.
     """
 
@@ -34,6 +34,7 @@ class Record:
     rounds: list[tuple[int, int, int]]
     confidence: list[list[float]] | None
     wall: float
+    prefill: float
     draft: float
     verify: float
     other: float

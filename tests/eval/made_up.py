@@ -48,8 +48,9 @@ def records(dataset: str, variant: Variant, count: int, strength: float, seed: i
                 rounds=rounds,
                 confidence=confidences if variant.kind == "dspark" else None,
                 wall=wall,
+                prefill=wall * 0.05,
                 draft=wall * (0.2 if variant.block else 0.0),
-                verify=wall * 0.7,
+                verify=wall * 0.65,
                 other=wall * (0.1 if variant.block else 0.3),
             )
         )
@@ -69,8 +70,9 @@ def plain_records(like: list[Record], batch: int) -> list[Record]:
                     "rounds": [(0, 0, 1)] * count,
                     "confidence": None,
                     "wall": wall,
+                    "prefill": wall * 0.05,
                     "draft": 0.0,
-                    "verify": wall * 0.9,
+                    "verify": wall * 0.85,
                     "other": wall * 0.1,
                 }
             )

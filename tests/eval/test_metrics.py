@@ -19,6 +19,7 @@ def record(rounds, prompt="p", tokens=None, wall=1.0, confidence=None, draft=0.2
         rounds=[tuple(item) for item in rounds],
         confidence=confidence,
         wall=wall,
+        prefill=0.0,
         draft=draft,
         verify=verify,
         other=wall - draft - verify,
