@@ -250,7 +250,10 @@ class _Pass:
         torch.ops.aten.threshold_backward.grad_input(z_CV, d_CV, 0, grad_input=t_CV)
         over_C, half_C = t_CV.sum(-1), d_CV.clamp_min_(0).sum(-1)
         results_6C[TV], results_6C[ACCEPT] = 2 * half_C, (1 - half_C).clamp(min=0)
-        results_6C[LK] = -results_6C[ACCEPT].clamp(min=LEAST_ACCEPTANCE).log()
+        if self.weights_A[LK] is not None:
+            # 1 − half cancels where the acceptance is small, which is where its logarithm matters
+            results_6C[ACCEPT] = torch.minimum(z_UGV, p_U1V, out=d_UGV).sum(-1).flatten()
+            results_6C[LK] = -results_6C[ACCEPT].clamp(min=LEAST_ACCEPTANCE).log()
         mass_C = None
         if cross_C is not None:
             mass_C = p_UV.sum(-1).repeat_interleave(count)
