@@ -121,7 +121,7 @@ class EngineConfig:
     cpu_offload: bool = False
     compile: bool = False
     bucket_mb: int = 200
-    timeout: int = 60
+    timeout: int = 1800
 
     def __post_init__(self) -> None:
         _one_of("engine.precision", self.precision, PRECISIONS)
