@@ -1,4 +1,4 @@
-"""Tiny random targets of every family: 4 layers, width 32, 97 tokens, float32. Seconds for a whole test file, no hub."""
+"""Tiny random targets of every family: 4 layers, width 32, 97 tokens, float32. No hub, no files."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig

@@ -1,6 +1,7 @@
 """Target families as rows of a table: a new family is one row. Knows configs, loads nothing."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 _DECODERS = ("model", "model.language_model", "language_model.model", "language_model")
@@ -119,7 +120,7 @@ def default_taps(num_layers: int, count: int = 5) -> tuple[int, ...]:
 def validate_taps(taps: Any, num_layers: int) -> tuple[int, ...]:
     """``taps`` as a tuple, or TapError: strictly ascending ids in −1…L−2 (−1 is the embedding output)."""
     ids = tuple(int(tap) for tap in taps)
-    ascending = all(low < high for low, high in zip(ids, ids[1:], strict=False))
+    ascending = all(low < high for low, high in pairwise(ids))
     if not ids or not ascending or ids[0] < -1 or ids[-1] > num_layers - 2:
         raise TapError(
             f"taps {list(ids)} must be strictly ascending ids from -1 (embedding) to {num_layers - 2} "

@@ -112,7 +112,7 @@ class FrozenHead:
         return embedded if self.embed_scale == 1.0 else embedded * self.embed_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of post-norm states [..., D], in their dtype, soft cap applied. Gradients flow to ``hidden``."""
+        """Logits [..., V] of post-norm states [..., D], in their dtype, soft cap applied. Gradients flow through."""
         logits = F.linear(hidden, self.head_VD)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 

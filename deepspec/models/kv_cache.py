@@ -108,13 +108,13 @@ class KVCache:
         return last
 
     def truncate(self, lengths_n: Tensor | Sequence[int]) -> None:
-        """Roll the active rows back to ``lengths_n`` (never longer than they are). A CPU tensor or a list avoids a sync."""
+        """Roll the active rows back to ``lengths_n`` (never longer than they are). A device tensor waits."""
         wanted = torch.as_tensor(lengths_n, dtype=torch.long).cpu()
         assert bool((wanted <= self.host_lengths).all()), "truncate cannot lengthen a row"
         self._set(wanted)
 
     def advance(self, counts_n: Tensor | Sequence[int] | int) -> None:
-        """Declare that ``counts_n`` appended positions of each row are valid. Once per forward, after its last layer."""
+        """Declare ``counts_n`` appended positions of each row valid: once per forward, after its last layer."""
         if isinstance(counts_n, int):
             self._set(self.host_lengths + counts_n)
         else:
@@ -146,7 +146,7 @@ class KVCache:
         values[rows_n1, :, positions_nT] = v_nKTC.transpose(1, 2)
 
     def view(self, layer: int, extra: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, K, L, C] of the active rows, L = longest length + ``extra`` positions appended but not yet
-        advanced. Positions past a row's length are stale: mask them."""
+        """Keys and values [n, K, L, C] of the active rows, L = longest length + ``extra`` positions appended but not
+        yet advanced. Positions past a row's length are stale: mask them."""
         stop = min(self.longest + extra, self.max_length)
         return self.keys[layer][: self.rows, :, :stop], self.values[layer][: self.rows, :, :stop]

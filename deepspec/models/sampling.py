@@ -115,7 +115,7 @@ class Distribution:
         return (self.logits - self._normaliser.unsqueeze(-1)).exp_()  # type: ignore[union-attr]
 
     def sample(self, uniforms: Tensor) -> Tensor:
-        """Inverse CDF at ``uniforms`` in [0, 1) of the leading shape: the first token whose cumulative sum exceeds u."""
+        """Inverse CDF at ``uniforms`` in [0, 1) of the leading shape: the first token whose cumulative sum exceeds."""
         return self.ids if self.ids is not None else inverse_cdf(self.probs(), uniforms)
 
     def residual(self, other: "Distribution") -> Tensor:

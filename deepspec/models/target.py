@@ -75,7 +75,7 @@ def gguf_file(folder: str) -> str | None:
 
 @dataclass
 class TargetStates:
-    """One forward: concatenated taps (None if not asked for) and the last states after the final norm. Padding is zero."""
+    """One forward: concatenated taps (None if not asked for) and last states after the final norm. Padding is zero."""
 
     taps_BTF: Tensor | None
     last_BTD: Tensor
@@ -113,8 +113,9 @@ class Target:
         self.windows = families.layer_windows(self.config)
         parameters = inspect.signature(type(self.decoder).forward).parameters
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
-        self._collected: dict[int, Tensor] | None = None
-        self._hook_taps()
+        self._collected: dict[int, Tensor] = {}
+        self._wanted: frozenset[int] = frozenset()
+        self._hook_layers()
         self.model.set_attn_implementation(ATTENTION)
 
     @classmethod
@@ -128,7 +129,7 @@ class Target:
         if (gguf := gguf_file(path)) is not None:
             source["gguf_file"] = gguf
         families.family_of(AutoConfig.from_pretrained(path, **source))  # refuse before the weights are read
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=pick_dtype(cfg.dtype, place), **source)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=pick_dtype(cfg.dtype, place), **source)
         target = cls(model.to(place), name=cfg.name, path=path, taps=cfg.taps)
         target.prove_norm_stage()
         return target
@@ -152,17 +153,17 @@ class Target:
                 return module
         raise TargetError(f"{self.name}: no text decoder at any of {', '.join(self.family.decoder_paths)}")
 
-    def _hook_taps(self) -> None:
+    def _hook_layers(self) -> None:
         def keep(tap: int):
             def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-                if self._collected is not None:
+                if tap in self._wanted:
                     self._collected[tap] = output[0] if isinstance(output, tuple) else output
 
             return hook
 
-        for tap in self.taps:
-            module = self.embedding if tap == -1 else self.layers[tap]
-            module.register_forward_hook(keep(tap))
+        self.embedding.register_forward_hook(keep(-1))
+        for tap, layer in enumerate(self.layers):
+            layer.register_forward_hook(keep(tap))
 
     @property
     def device(self) -> torch.device:
@@ -231,10 +232,11 @@ class Target:
         *,
         lengths_B: Tensor | Sequence[int] | None = None,
         cache: KVCache | None = None,
-        taps: bool = True,
+        taps: bool | Sequence[int] = True,
     ) -> TargetStates:
-        """Run right-padded tokens; ``lengths_B`` (≥ 1 each, default T) real ones per row. With a cache they are appended
-        at each row's length and the lengths advance. Pass lengths as a list or CPU tensor: a device tensor waits."""
+        """Run right-padded tokens; ``lengths_B`` (≥ 1 each, default T) real ones per row. With a cache they are
+        appended at each row's length and the lengths advance. Pass lengths as a list or CPU tensor: a device tensor
+        waits. ``taps``: True for this target's, False for none, or ids for another drafter's."""
         rows, width = tokens_BT.shape
         counts = [width] * rows if lengths_B is None else torch.as_tensor(lengths_B).tolist()
         if min(counts) < 1 or max(counts) > width or len(counts) != rows:
@@ -246,21 +248,24 @@ class Target:
             raise TargetError(f"a row of {plan.total} tokens exceeds the cache's max_length {cache.max_length}")
         if max(counts) < width:
             tokens_BT = tokens_BT[:, : max(counts)]
-        last, collected = self._run(tokens_BT, plan, taps)
+        wanted = (
+            (self.taps if taps else ()) if isinstance(taps, bool) else families.validate_taps(taps, self.num_layers)
+        )
+        last, collected = self._run(tokens_BT, plan, wanted)
         if cache is not None:
             cache.advance(counts)
         states = TargetStates(None, plan.unflatten(last))
-        if taps:
-            states.taps_BTF = plan.unflatten(torch.cat([collected[tap] for tap in self.taps], -1))
+        if wanted:
+            states.taps_BTF = plan.unflatten(torch.cat([collected[tap] for tap in wanted], -1))
         return states
 
-    def _run(self, tokens_BT: Tensor, plan: RaggedPlan, taps: bool) -> tuple[Tensor, dict[int, Tensor]]:
+    def _run(self, tokens_BT: Tensor, plan: RaggedPlan, taps: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
         dummy = torch.empty(1, 1, 1, 1, device=self.device, dtype=self.dtype)  # masks come from the plan, see ragged.py
         mask: Any = dummy
         if self.family.masks == "by_type":
             mask = dict.fromkeys((*self.config.layer_types, "full_attention", "sliding_attention"), dummy)
         collected: dict[int, Tensor] = {}
-        self._collected = collected if taps else None
+        self._collected, self._wanted = collected, frozenset(taps)
         try:
             out = self.decoder(
                 input_ids=plan.flatten(tokens_BT),
@@ -271,7 +276,7 @@ class Target:
                 **{self._cache_keyword: RaggedCache(plan) if plan.cache is not None else None},
             )
         finally:
-            self._collected = None
+            self._collected, self._wanted = {}, frozenset()
         return out.last_hidden_state, collected
 
     @torch.inference_mode()
