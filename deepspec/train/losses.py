@@ -26,13 +26,14 @@ CE, TV, SOFT, LK, ACCEPT, TOP1 = range(6)
 class LogitsHead:
     """The frozen lm_head as the loss needs it: logits = cap(h @ headᵀ), cap(x) = softcap · tanh(x / softcap).
 
-    draft_ids_V are the target's ids of a reduced draft vocabulary: q lives on those rows of the head, while p keeps its
-    normaliser over all T tokens. None: the whole vocabulary, V = T.
+    draft_ids_V are the target's ids of a reduced draft vocabulary: q lives on those rows of the head (``draft_VD``,
+    sliced here when not given), while p keeps its normaliser over all T tokens. None: the whole vocabulary, V = T.
     """
 
     head_TD: torch.Tensor
     softcap: float | None = None
     draft_ids_V: torch.Tensor | None = None
+    draft_VD: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -315,7 +316,7 @@ def _draft_head(head: LogitsHead) -> tuple[torch.Tensor, torch.Tensor | None]:
     ids_V = head.draft_ids_V
     slots_T = ids_V.new_full((len(head.head_TD),), -1)
     slots_T[ids_V] = torch.arange(len(ids_V), device=ids_V.device)
-    return head.head_TD[ids_V], slots_T
+    return head.head_TD[ids_V] if head.draft_VD is None else head.draft_VD, slots_T
 
 
 def _scatter(gradient: torch.Tensor | None, like: torch.Tensor | None, work: _Pass) -> torch.Tensor | None:

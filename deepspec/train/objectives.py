@@ -1,0 +1,203 @@
+"""What each drafter is trained on: which rows count, with which weights, which terms, and the metrics of a step.
+
+Shapes: B rows of a batch, S tokens, N anchors, G positions of a block (γ, or EAGLE-3's training-time test steps I),
+X = B·N·G. Losses sum over rows and are divided by denominators the caller has summed over the whole global batch. Knows
+no ranks and no logging; the plan of rows is the only value read back to the host, before the forward is queued.
+An EAGLE-3 position is a block too: index t of its output drafts after the anchor t+1 with the taps up to t as context,
+so every position is an anchor, and step i is position i + 1 of its block.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from deepspec.data.anchors import block_valid, gather_tokens, position_weights
+from deepspec.data.batch import DraftBatch
+from deepspec.models.drafter_config import DrafterConfig
+from deepspec.train.losses import Coefficients, LogitsHead, RowLosses, fused_loss
+from deepspec.train.row_plan import RowPlan
+
+
+@dataclass
+class LossWeights:
+    """Weights of the terms; 0 leaves a term out.
+
+    ce           cross-entropy with the next token                            block drafters
+    tv           total variation ‖q − p‖₁                                     block drafters
+    lk           −log of the acceptance 1 − ½‖q − p‖₁                         block drafters
+    confidence   BCE of the confidence head against the acceptance            block drafters that have one
+    gamma_decay  w_k = exp(−(k−1)/gamma_decay) of position k                  block drafters
+    soft         cross-entropy with the target's distribution                 EAGLE-3
+    step_decay   w_i = step_decay^i of step i = 0, 1, …                       EAGLE-3
+    Source: reference/dspark.md §4 and §5.
+    """
+
+    ce: float = 0.1
+    tv: float = 0.9
+    lk: float = 0.0
+    confidence: float = 1.0
+    gamma_decay: float = 4.0
+    soft: float = 1.0
+    step_decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        for name in ("ce", "tv", "lk", "confidence", "soft"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"loss.{name}={getattr(self, name)} must not be negative; 0 leaves the term out")
+        for name in ("gamma_decay", "step_decay"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"loss.{name}={getattr(self, name)} must be positive")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Per block and position: whether it counts, its label x_k, the last-state row of its p (−1: none), its weight."""
+
+    valid_BNG: torch.Tensor
+    labels_BNG: torch.Tensor
+    index_BNG: torch.Tensor
+    weights_BNG: torch.Tensor
+
+
+def rows_of(batch: DraftBatch, config: DrafterConfig, weights: LossWeights) -> Rows:
+    """The rows of a batch, from the batch alone. Absent anchors and positions past the supervised run weigh zero."""
+    if config.kind == "eagle3":
+        size = config.ttt_length
+        steps_G = torch.arange(size, dtype=torch.float32, device=batch.tokens_BS.device)
+        weights_G = weights.step_decay**steps_G
+        anchors_BN = every_anchor(batch)
+    else:
+        size = config.block_size
+        weights_G = position_weights(size, weights.gamma_decay, batch.tokens_BS.device)
+        anchors_BN = batch.anchors_BN
+    valid_BNG = block_valid(batch.supervised_BS, batch.segments_BS, anchors_BN, size)
+    before_BNG = anchors_BN.clamp(min=0)[:, :, None] + torch.arange(size, device=anchors_BN.device)
+    before_BNG = before_BNG.clamp(max=batch.tokens_BS.shape[1] - 2).clamp(min=0)
+    after_BNG = (before_BNG + 1).clamp(max=batch.tokens_BS.shape[1] - 1)
+    index_BNG = gather_tokens(batch.last_row_BS, before_BNG)
+    valid_BNG = valid_BNG & (index_BNG >= 0)
+    return Rows(
+        valid_BNG=valid_BNG,
+        labels_BNG=gather_tokens(batch.tokens_BS, after_BNG),
+        index_BNG=torch.where(valid_BNG, index_BNG, -1),
+        weights_BNG=valid_BNG * weights_G,
+    )
+
+
+def every_anchor(batch: DraftBatch) -> torch.Tensor:
+    """anchors_BS of EAGLE-3: index t drafts after anchor t+1 where tokens t and t+1 share a document, else −1.
+
+    As for drawn anchors, the anchor itself must be supervised; its next token is checked with the block.
+    """
+    anchors_BS = torch.full_like(batch.segments_BS, -1)
+    follows = (batch.segments_BS[:, 1:] == batch.segments_BS[:, :-1]) & (batch.segments_BS[:, 1:] >= 0)
+    positions = torch.arange(1, batch.segments_BS.shape[1], device=anchors_BS.device)
+    anchors_BS[:, :-1] = torch.where(follows & batch.supervised_BS[:, 1:], positions, -1)
+    return anchors_BS
+
+
+def denominators(batch: DraftBatch, config: DrafterConfig, weights: LossWeights) -> torch.Tensor:
+    """Σw over the rows of one micro-batch, a float32 scalar; sum it over micro-batches and ranks before the forward.
+
+    Every term is normalised by the same Σw.
+    """
+    return rows_of(batch, config, weights).weights_BNG.sum()
+
+
+def objective(
+    drafter: Any, batch: DraftBatch, weights: LossWeights, denominators: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(loss, metrics) of one micro-batch.
+
+    drafter: a BlockDrafter or Eagle3Drafter, or an engine around one. denominators: the global Σw. The losses of all
+    micro-batches and ranks sum to the global loss, so an engine that averages over ranks or accumulation steps needs it
+    multiplied back. Metrics are float32 tensors whose first index is (numerator, denominator): sum both, then divide.
+        loss, ce, tv, lk or soft, confidence   means weighted by w; loss is the whole weighted sum
+        acceptance                             [2, G]: 1 − ½‖q − p‖₁ per position, unweighted
+        top1                                   share of positions where q's largest is p's most likely token
+        tau                                    1 + Σ_j Π_{i≤j} acceptance_i, over complete blocks only: blocks whose G
+                                               positions are all supervised (an answer's last blocks are left out)
+        confidence_error                       mean |c − acceptance|, unweighted
+    """
+    rows = rows_of(batch, drafter.config, weights)
+    plan = RowPlan.of(rows.index_BNG.flatten(), rows.valid_BNG.flatten())
+    output = drafter(batch)
+    scale = 1 / denominators.clamp(min=torch.finfo(torch.float32).tiny).to(torch.float32)
+    hidden_BNGD, markov_BNGR, confidence_BNG = _outputs(output, drafter.config)
+    w_X = rows.weights_BNG.flatten()
+    losses = fused_loss(
+        hidden_BNGD.flatten(0, 2),
+        _logits_head(drafter),
+        batch.last_LD,
+        rows.index_BNG.flatten(),
+        rows.labels_BNG.flatten(),
+        _coefficients(drafter.config, weights, w_X * scale),
+        m_XR=None if markov_BNGR is None else markov_BNGR.flatten(0, 2),
+        w2_VR=None if markov_BNGR is None else drafter.markov_weight_VR,
+        plan=plan,
+    )
+    loss, metrics = losses.total, _metrics(losses, rows, drafter.config, weights)
+    if confidence_BNG is not None:
+        term, own = _confidence(confidence_BNG, losses.accept_X.view_as(rows.valid_BNG), rows)
+        loss = loss + weights.confidence * scale * term
+        metrics |= own
+    metrics["loss"] = torch.stack([loss.detach() / scale, w_X.sum()])
+    return loss, metrics
+
+
+def _outputs(output: Any, config: DrafterConfig) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(hidden_BNGD, markov_BNGR, confidence_BNG) of a training forward; EAGLE-3's steps are a block's positions."""
+    if config.kind == "eagle3":
+        return output.hidden_IBSD.permute(1, 2, 0, 3), None, None
+    return output.hidden_BNGD, output.markov_BNGR, output.confidence_logits_BNG
+
+
+def _logits_head(drafter: Any) -> LogitsHead:
+    head, ids_V = drafter.head, drafter.draft_ids_V
+    sliced = None if ids_V is None else drafter.vocabulary.head(head).head_VD
+    return LogitsHead(head.head_VD, head.softcap, ids_V, sliced)
+
+
+def _coefficients(config: DrafterConfig, weights: LossWeights, w_X: torch.Tensor) -> Coefficients:
+    if config.kind == "eagle3":
+        return Coefficients(soft_X=weights.soft * w_X)
+    return Coefficients(
+        ce_X=weights.ce * w_X if weights.ce else None,
+        tv_X=weights.tv * w_X if weights.tv else None,
+        lk_X=weights.lk * w_X if weights.lk else None,
+    )
+
+
+def _confidence(
+    logits_BNG: torch.Tensor, accept_BNG: torch.Tensor, rows: Rows
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Σ w BCE(c, acceptance) with the acceptance as a constant soft label, and its metrics."""
+    logits_BNG = logits_BNG.float().masked_fill(~rows.valid_BNG, 0)
+    bce_BNG = F.binary_cross_entropy_with_logits(logits_BNG, accept_BNG.float(), reduction="none")
+    term = (rows.weights_BNG * bce_BNG).sum()
+    error_BNG = (logits_BNG.detach().sigmoid() - accept_BNG).abs() * rows.valid_BNG
+    return term, {
+        "confidence": torch.stack([term.detach(), rows.weights_BNG.sum()]),
+        "confidence_error": torch.stack([error_BNG.sum(), rows.valid_BNG.sum().float()]),
+    }
+
+
+def _metrics(losses: RowLosses, rows: Rows, config: DrafterConfig, weights: LossWeights) -> dict[str, torch.Tensor]:
+    shape, w_X = rows.valid_BNG.shape, rows.weights_BNG.flatten()
+    valid_BNG = rows.valid_BNG.float()
+    count, total = valid_BNG.sum(), w_X.sum()
+    accept_BNG = losses.accept_X.view(shape).float()
+    complete_BN = valid_BNG[:, :, -1]
+    tau_BN = (1 + accept_BNG.cumprod(-1).sum(-1)) * complete_BN
+    means = {"ce": losses.ce_X, "tv": losses.tv_X}
+    if config.kind == "eagle3":
+        means["soft"] = losses.soft_X
+    elif weights.lk:
+        means["lk"] = -losses.accept_X.clamp(min=1e-6).log()
+    return {name: torch.stack([(w_X * value_X).sum(), total]) for name, value_X in means.items()} | {
+        "acceptance": torch.stack([accept_BNG.sum((0, 1)), valid_BNG.sum((0, 1))]),
+        "top1": torch.stack([losses.top1_X.sum(), count]),
+        "tau": torch.stack([tau_BN.sum(), complete_BN.sum()]),
+    }
