@@ -1,0 +1,29 @@
+"""The ``deepspec`` console script: ``deepspec data|train|eval|export …`` are ``python -m`` of the same modules."""
+
+import importlib
+import sys
+
+COMMANDS = {
+    "data": ("deepspec.data.__main__", "prompts, responses and target cache"),
+    "train": ("deepspec.train.main", "train a drafter (several processes: torchrun deepspec/train/main.py)"),
+    "eval": ("deepspec.eval.__main__", "speculative decoding on evaluation suites"),
+    "export": ("deepspec.models.export.__main__", "serving formats"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Dispatch to the command's own ``main(argv)``; returns its exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] not in COMMANDS:
+        for name, (_, text) in COMMANDS.items():
+            print(f"deepspec {name:<8}{text}")
+        if not arguments or arguments[0] in ("-h", "--help", "help"):
+            return 0
+        print(f"deepspec: unknown command '{arguments[0]}'; the commands are above", file=sys.stderr)
+        return 2
+    module = importlib.import_module(COMMANDS[arguments[0]][0])
+    return module.main(arguments[1:]) or 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

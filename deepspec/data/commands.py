@@ -1,0 +1,106 @@
+"""One function per data command: compose the recipe, call the step, say what to run next. Knows no step's inside."""
+
+import argparse
+import shlex
+from typing import Any
+
+from deepspec import recipes
+from deepspec.data.config import DataPipelineConfig
+from deepspec.distributed import rank, world_size
+
+
+def _load(overrides: list[str]) -> DataPipelineConfig:
+    return recipes.load("data", overrides, DataPipelineConfig)
+
+
+def _command(name: str, overrides: list[str]) -> str:
+    return shlex.join(["python", "-m", "deepspec.data", name, *overrides])
+
+
+def prompts(overrides: list[str]) -> str:
+    """Build the prompt files."""
+    from deepspec.data.prompts import build, describe
+
+    config = _load(overrides)
+    print(describe(build(config.prompts, config.prompts_dir), config.prompts_dir))
+    return _command("regenerate", overrides)
+
+
+def regenerate(overrides: list[str]) -> str:
+    """Answer the training prompts."""
+    from deepspec.data.prompts import read_prompts
+    from deepspec.data.regenerate import regenerate as run
+    from deepspec.data.setup import engine_maker, stamp_of
+
+    config = _load(overrides)
+    found = read_prompts(config.prompts_dir / "train.jsonl")
+    stamp = stamp_of(config)
+    if rank() == 0:
+        print(f"{stamp.target}: thinking {'on' if stamp.thinking else 'off'}, sampling {stamp.sampling}")
+    account = run(
+        found,
+        config.responses_dir,
+        stamp,
+        engine_maker(config, stamp),
+        config.regenerate,
+        rank=rank(),
+        world=world_size(),
+    )
+    print(f"{config.responses_dir}: {account}")
+    if account.failed:
+        print(f"reasons are in {config.responses_dir}/failures*.jsonl; running again tries them again")
+    return _command("cache", overrides)
+
+
+def preview(arguments: list[str]) -> str:
+    """Show conversations with supervised tokens coloured."""
+    from deepspec.data.preview import conversations, show
+
+    parser = argparse.ArgumentParser(prog="python -m deepspec.data preview", allow_abbrev=False)
+    parser.add_argument("--count", type=int, default=3, help="conversations to show")
+    parser.add_argument("--ids", action="store_true", help="a line per token: position, id, supervised, text")
+    parser.add_argument("--id", help="only this conversation")
+    parser.add_argument("--plain", action="store_true", help="brackets instead of colours")
+    options, overrides = parser.parse_known_args(arguments)
+    config = _load(overrides)
+    show(config, conversations(config, options.id), options.count, ids=options.ids, plain=options.plain)
+    return _command("cache", overrides)
+
+
+def cache(overrides: list[str]) -> str:
+    """Build the target cache."""
+    from deepspec.data.capture import build_cache
+
+    config = _load(overrides)
+    build_cache(config)
+    return f"torchrun --standalone --nproc-per-node gpu deepspec/train/main.py +recipe=dspark {_train(config)}"
+
+
+def inspect(overrides: list[str]) -> str:
+    """Print what a cache holds."""
+    from deepspec.data.inspection import inspect as run
+
+    config = _load(overrides)
+    run(config)
+    return _command("verify", overrides)
+
+
+def verify(overrides: list[str]) -> str:
+    """Check a cache's checksums."""
+    from deepspec.data.inspection import verify as run
+
+    config = _load(overrides)
+    run(config)
+    return f"torchrun --standalone --nproc-per-node gpu deepspec/train/main.py +recipe=dspark {_train(config)}"
+
+
+def estimate(overrides: list[str]) -> str:
+    """Print disk, memory and hours."""
+    from deepspec.data.estimate import estimate as run
+
+    run(_load(overrides))
+    return _command("prompts", overrides)
+
+
+def _train(config: Any) -> str:
+    return shlex.join([f"target={config.target.name}", f"out={config.out}"])

@@ -1,0 +1,164 @@
+"""The responses folder: Parquet parts that appear whole, failures, and rows as token ids. Knows no engine.
+
+Columns of ``part-*.parquet``: id, messages (JSON, the answer last), finish_reason (stop or length), thinking, sampling
+(JSON), tokens (ids of the last answer as generated, end-of-turn token included; null when a server did not tell them),
+source, tools (JSON or null).
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+
+from deepspec.data.chat import Encoded, encode, encode_response
+from deepspec.files import atomic_write
+
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("messages", pa.string()),
+        ("finish_reason", pa.string()),
+        ("thinking", pa.bool_()),
+        ("sampling", pa.string()),
+        ("tokens", pa.list_(pa.int32())),
+        ("source", pa.string()),
+        ("tools", pa.string()),
+    ]
+)
+
+
+class ResponsesError(ValueError):
+    """A responses folder that cannot be used; the message names the file and the remedy."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """One answered conversation, see the module's columns."""
+
+    id: str
+    messages: list[dict[str, Any]]
+    finish_reason: str
+    thinking: bool
+    sampling: dict[str, Any]
+    tokens: list[int] | None
+    source: str
+    tools: list[dict[str, Any]] | None = None
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the answer was cut before its end."""
+        return self.finish_reason == "length"
+
+
+def write_part(file: Path, responses: Iterable[Response]) -> None:
+    """Write one part, atomically: a reader sees all of it or nothing."""
+    rows = [
+        {
+            "id": row.id,
+            "messages": _json(row.messages),
+            "finish_reason": row.finish_reason,
+            "thinking": row.thinking,
+            "sampling": _json(row.sampling),
+            "tokens": row.tokens,
+            "source": row.source,
+            "tools": _json(row.tools) if row.tools else None,
+        }
+        for row in responses
+    ]
+    with atomic_write(file) as temporary:
+        parquet.write_table(pa.Table.from_pylist(rows, SCHEMA), temporary, compression="zstd")
+
+
+def _json(value: Any) -> str:
+    # Lone surrogates, which some data sets hold, are no valid UTF-8: they are written as escapes.
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value)
+    return text
+
+
+def part_files(folder: Path) -> list[Path]:
+    """Parts in a fixed order."""
+    return sorted(folder.glob("part-*.parquet"))
+
+
+def next_part(folder: Path, rank: int) -> int:
+    """The first unused part number of a rank."""
+    numbers = [re.fullmatch(rf"part-{rank:03d}-(\d+)", file.stem) for file in part_files(folder)]
+    return max((int(match.group(1)) + 1 for match in numbers if match), default=0)
+
+
+def part_name(rank: int, number: int) -> str:
+    """File name of a part; ranks never share one."""
+    return f"part-{rank:03d}-{number:06d}.parquet"
+
+
+def _open(file: Path) -> parquet.ParquetFile:
+    try:
+        return parquet.ParquetFile(file)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ResponsesError(
+            f"{file} is damaged ({error}): delete it and run regenerate again; only its rows are made anew"
+        ) from error
+
+
+def answered_ids(folder: Path) -> set[str]:
+    """Ids of all rows; raises ResponsesError when an id occurs twice."""
+    ids: set[str] = set()
+    for file in part_files(folder):
+        found = _open(file).read(columns=["id"]).column("id").to_pylist()
+        if len(set(found)) < len(found) or not ids.isdisjoint(found):
+            raise ResponsesError(f"{file} repeats ids of another part: it was copied here; delete it")
+        ids.update(found)
+    return ids
+
+
+def read_responses(folder: Path) -> Iterator[Response]:
+    """Rows of all parts, in the order of parts and rows. Raises ResponsesError."""
+    if not part_files(folder):
+        raise ResponsesError(f"no responses in {folder}: run python -m deepspec.data regenerate first")
+    for file in part_files(folder):
+        for batch in _open(file).iter_batches(1024):
+            for row in batch.to_pylist():
+                for name in ("messages", "sampling", "tools"):
+                    row[name] = json.loads(row[name]) if row[name] is not None else None
+                yield Response(**row)
+
+
+def encode_row(tokenizer: Any, row: Response, *, max_length: int | None = None) -> Encoded:
+    """Token ids and supervised spans of a response: generated ids where known, else through the template.
+
+    A truncated answer has no end of turn. Raises ChatError.
+    """
+    if row.tokens is not None:
+        return encode_response(
+            tokenizer, row.messages, row.tokens, thinking=row.thinking, max_length=max_length, tools=row.tools
+        )
+    return encode(
+        tokenizer,
+        row.messages,
+        thinking=row.thinking,
+        max_length=max_length,
+        truncated=row.truncated,
+        tools=row.tools,
+    )
+
+
+def read_failures(path: Path) -> dict[str, str]:
+    """Reason by id, from one failures file or all of a folder; a line cut off by a kill is ignored (it runs again)."""
+    reasons: dict[str, str] = {}
+    for file in sorted(path.glob("failures*.jsonl")) if path.is_dir() else [path]:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            try:
+                entry = json.loads(line)
+                reasons[entry["id"]] = entry["reason"]
+            except (json.JSONDecodeError, KeyError, TypeError):
+                continue
+    return reasons
