@@ -68,17 +68,19 @@ class _Checksummed(io.RawIOBase):
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a finished shard: its manifest line, its part of the index, its probes."""
+    """What is known of a finished shard: manifest line, part of the index, probes, responses dropped by reason."""
 
     shard: Shard
     index: dict[str, list[Any]]
     probes: list[Probe]
+    dropped: dict[str, int]
 
 
 class ShardWriter:
     """Appends rows to one shard; every row is a row group, so its record is one contiguous range of the file."""
 
     def __init__(self, temporary: Path, origin: Origin) -> None:
+        self.origin = origin
         self._file = _Checksummed(temporary)
         schema = SHARD_SCHEMA.with_metadata({"deepspec": _compact(origin.as_dict())})
         plain = [name for name in SHARD_SCHEMA.names if name != "record"]
@@ -92,6 +94,7 @@ class ShardWriter:
         )
         self._index: dict[str, list[Any]] = {name: [] for name in _INDEXED}
         self.probes: list[Probe] = []
+        self.dropped: dict[str, int] = {}
 
     def add(self, id: str, source: str, tokens: Sequence[int], spans: Any, n_last: int, record: bytes) -> None:
         """Append one row; ``record`` is its packed form (deepspec.data.record)."""
@@ -132,7 +135,7 @@ class ShardWriter:
             checksum=self._file.digest.hexdigest(),
             identity=identity,
         )
-        return Facts(shard, self._index, self.probes)
+        return Facts(shard, self._index, self.probes, self.dropped)
 
 
 @contextlib.contextmanager
@@ -162,7 +165,8 @@ def read_facts(folder: Path, number: int) -> Facts | None:
         return None
     try:
         plain = read_json(facts_path(path))
-        facts = Facts(Shard(**plain["shard"]), plain["index"], [Probe(**probe) for probe in plain["probes"]])
+        probes = [Probe(**probe) for probe in plain["probes"]]
+        facts = Facts(Shard(**plain["shard"]), plain["index"], probes, plain["dropped"])
     except (ValueError, KeyError, TypeError):
         return None  # facts from before a crash of the file system: the shard is built again
     return facts if facts.shard.bytes == path.stat().st_size else None

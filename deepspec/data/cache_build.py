@@ -1,0 +1,259 @@
+"""Builds a target cache: responses → target forward → shards, resumable, by any number of processes.
+
+The forward, the encoding of states and the tokenising of the next shard overlap. Process r of n builds the shards
+whose number is r modulo n; whoever finishes last writes the manifest. Processes never talk to each other.
+"""
+
+import hashlib
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepspec.data import record
+from deepspec.data.cache import CacheConfig, CacheManifest, DiskSpaceError, Origin
+from deepspec.data.cache_reader import CacheReader
+from deepspec.data.cache_writer import ShardWriter, finalise, finished, read_facts, write_shard
+from deepspec.data.capture import capture, origin_of, probe
+from deepspec.data.capture_plan import (
+    Conversation,
+    EncodeSettings,
+    Responses,
+    batches,
+    check_usable,
+    encode_rows,
+)
+from deepspec.data.codecs import codec_named
+from deepspec.data.estimate import human_bytes, state_bytes
+from deepspec.distributed import is_main, rank, world_size
+from deepspec.models.target import Target, TargetConfig
+
+if TYPE_CHECKING:
+    from deepspec.data.config import DataPipelineConfig
+
+SAMPLED_ROWS = 200
+SPARE = 1.05  # free space asked for, relative to the estimate
+
+
+@dataclass
+class Progress:
+    """What this process did: tokens and padding of its forwards, seconds spent waiting for each part."""
+
+    tokens: int = 0
+    padded: int = 0
+    forward_seconds: float = 0.0
+    seconds: float = 0.0
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The shards of a cache: rows of the responses, and an identity that changes with anything a shard depends on."""
+
+    responses: Responses
+    ranges: list[tuple[int, int]]
+    settings: EncodeSettings
+    config: CacheConfig
+
+    @classmethod
+    def of(cls, config: CacheConfig, responses: Responses, thinking: bool) -> "Plan":
+        """Slices of ``shard_rows`` responses."""
+        step = config.shard_rows
+        ranges = [(start, min(start + step, len(responses))) for start in range(0, len(responses), step)]
+        return cls(responses, ranges, EncodeSettings(thinking, config.max_length, config.keep_truncated), config)
+
+    def key(self, target: TargetConfig) -> str:
+        """Fingerprint of everything that can be known without loading the target."""
+        parts = [self.responses.digest(start, stop) for start, stop in self.ranges]
+        return _digest([vars(target), vars(self.settings), self._layout(), parts])
+
+    def identities(self, origin: Origin) -> list[str]:
+        """One fingerprint per shard."""
+        return [
+            _digest([origin.as_dict(), vars(self.settings), self._layout(), self.responses.digest(start, stop)])
+            for start, stop in self.ranges
+        ]
+
+    def _layout(self) -> list[Any]:
+        return [self.config.batch_tokens, self.config.max_padding]
+
+
+def build_cache(cfg: "DataPipelineConfig", target: Target | None = None) -> CacheManifest | None:
+    """Build or complete the cache in ``${out}/${cache.folder}``.
+
+    Returns its manifest, or None when other processes still have shards to build. A second run does only what is
+    missing: shards of the same responses, target and settings are kept. Raises before any forward for missing
+    responses, another thinking mode, an unusable chat template and too little disk space.
+    """
+    folder = Path(cfg.out) / cfg.cache.folder
+    plan = Plan.of(cfg.cache, Responses(cfg.responses_dir, cfg.cache.limit), cfg.target.thinking)
+    key = plan.key(cfg.target)
+    if (manifest := _complete(folder, key)) is not None:
+        _say(f"{folder} is complete: {manifest.rows} samples, {manifest.tokens} tokens. Nothing to do.")
+        return manifest
+    if target is None:
+        target = Target.load(cfg.target)
+    origin = origin_of(target, codec=cfg.cache.codec, thinking=cfg.target.thinking, revision=cfg.target.revision)
+    identities = plan.identities(origin)
+    mine = [
+        number
+        for number, done in enumerate(finished(folder, identities))
+        if not done and number % world_size() == rank()
+    ]
+    tokens = _check_space(folder, plan, target, mine, cfg.cache)
+    folder.mkdir(parents=True, exist_ok=True)
+    progress = _build(folder, plan, target, origin, identities, mine, tokens)
+    check_usable(progress.kept, progress.dropped, plan.responses.folder)
+    if not all(finished(folder, identities)):
+        print(f"rank {rank()} has built its shards of {folder}; the last rank to finish writes the manifest")
+        return None
+    dropped: Counter[str] = Counter()
+    for number in range(len(identities)):
+        if (facts := read_facts(folder, number)) is not None:
+            dropped.update(facts.dropped)
+    manifest = finalise(folder, len(identities), origin, {"plan": key, "cache": vars(cfg.cache), "dropped": dropped})
+    _report(folder, manifest, progress, dropped, cfg)
+    return manifest
+
+
+def _complete(folder: Path, key: str) -> CacheManifest | None:
+    """The manifest of a finished cache of this very plan whose shards are all there with the right size."""
+    try:
+        manifest = CacheReader(folder).manifest
+    except ValueError:
+        return None
+    identities = [shard.identity for shard in manifest.shards]
+    same = manifest.settings.get("plan") == key and all(finished(folder, identities))
+    return manifest if same else None
+
+
+def _check_space(folder: Path, plan: Plan, target: Target, shards: list[int], config: CacheConfig) -> int:
+    """Expected tokens of ``shards``, by encoding an even sample of their rows. Raises DiskSpaceError."""
+    rows = [row for number in shards for row in range(*plan.ranges[number])]
+    if not rows:
+        return 0
+    chosen = rows[:: max(1, len(rows) // SAMPLED_ROWS)]
+    sample = [row for index in chosen for row in plan.responses.rows(index, index + 1)]
+    kept, dropped = encode_rows(target.tokenizer, sample, plan.settings)
+    check_usable(len(kept), dropped, plan.responses.folder)
+    scale = len(rows) / len(sample)
+    tokens = int(scale * sum(len(conversation) for conversation in kept))
+    states = int(scale * sum(conversation.states for conversation in kept))
+    needed = state_bytes(codec_named(config.codec), target.hidden_size, len(target.taps), tokens, states)
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if needed * SPARE * world_size() > free and not config.ignore_disk_space:
+        raise DiskSpaceError(
+            f"{folder} needs about {human_bytes(needed * world_size())} for {tokens * world_size()} tokens with "
+            f"cache={config.codec} and {existing} has {human_bytes(free)} free: choose cache=int8 or cache=int4, lower "
+            "cache.limit, free some space, or set cache.ignore_disk_space=true"
+        )
+    _say(
+        f"{len(rows) * world_size()} responses, about {tokens * world_size()} tokens → {len(shards) * world_size()} "
+        f"shards, about {human_bytes(needed * world_size())} as {config.codec} ({human_bytes(free)} free)"
+    )
+    return tokens
+
+
+def _build(
+    folder: Path, plan: Plan, target: Target, origin: Origin, identities: list[str], shards: list[int], tokens: int
+) -> Progress:
+    """Build the shards one after the other while the next one is being tokenised."""
+    from tqdm import tqdm
+
+    progress, started = Progress(), time.perf_counter()
+    bar = tqdm(total=tokens, unit="tok", unit_scale=True, desc="capture", disable=not is_main() or not shards)
+    with bar, ThreadPoolExecutor(1, "tokenise") as tokenise, ThreadPoolExecutor(1, "encode") as encode:
+        upcoming = _ahead(tokenise, plan, target.tokenizer, shards)
+        for number, (conversations, dropped) in zip(shards, upcoming, strict=True):
+            with write_shard(folder, number, origin, identities[number]) as writer:
+                writer.dropped.update(dropped)
+                for batch_tokens in _write(writer, encode, target, conversations, plan.config, progress):
+                    bar.update(batch_tokens)
+            progress.kept += len(conversations)
+            progress.dropped += dropped
+    progress.seconds = time.perf_counter() - started
+    return progress
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, plan: Plan, tokenizer: Any, shards: list[int]
+) -> Iterator[tuple[list[Conversation], Counter[str]]]:
+    """Tokenised shards in order, one of them ahead."""
+
+    def submit(number: int) -> Future[tuple[list[Conversation], Counter[str]]]:
+        return pool.submit(lambda: encode_rows(tokenizer, plan.responses.rows(*plan.ranges[number]), plan.settings))
+
+    waiting = [submit(number) for number in shards[:1]]
+    for following in [*shards[1:], None]:
+        current = waiting.pop() if waiting else None
+        if current is None:
+            return
+        if following is not None:
+            waiting.append(submit(following))
+        yield current.result()
+
+
+def _write(
+    writer: ShardWriter,
+    pool: ThreadPoolExecutor,
+    target: Target,
+    conversations: list[Conversation],
+    config: CacheConfig,
+    progress: Progress,
+) -> Iterator[int]:
+    """Forward batch after batch, at most ``queue_batches`` ahead of encoding and writing; yields tokens per batch."""
+    codec = codec_named(writer.origin.codec)
+
+    def store(rows: list[record.Row]) -> None:
+        for row in rows:
+            packed = record.pack(row, codec, len(target.taps))
+            writer.add(row.id, row.source, row.tokens, row.spans, len(row.last_ID), packed)
+
+    pending: list[Future[None]] = []
+    groups = batches([len(conversation) for conversation in conversations], config.batch_tokens, config.max_padding)
+    for group in groups:
+        started = time.perf_counter()
+        rows = capture(target, [conversations[index] for index in group])
+        progress.forward_seconds += time.perf_counter() - started
+        if not writer.probes:
+            writer.probes.append(probe(target, rows[0]))
+        pending.append(pool.submit(store, rows))
+        if len(pending) > config.queue_batches:
+            pending.pop(0).result()
+        lengths = [len(conversations[index]) for index in group]
+        progress.tokens += sum(lengths)
+        progress.padded += max(lengths) * len(lengths)
+        yield sum(lengths)
+    for future in pending:
+        future.result()
+
+
+def _report(
+    folder: Path, manifest: CacheManifest, progress: Progress, dropped: Counter[str], cfg: "DataPipelineConfig"
+) -> None:
+    hidden, taps = manifest.target["shape"]["hidden_size"], len(manifest.taps)
+    raw = 2 * hidden * (taps + 1) * manifest.tokens
+    speed = f", {progress.tokens / progress.seconds:.0f} tokens/s" if progress.tokens else ""
+    padding = f", padding {1 - progress.tokens / progress.padded:.1%}" if progress.padded else ""
+    lost = f"; dropped: {', '.join(f'{count} {reason}' for reason, count in dropped.items())}" if dropped else ""
+    print(
+        f"{folder}: {manifest.rows} samples, {manifest.tokens} tokens, {human_bytes(manifest.bytes)} "
+        f"({manifest.bytes / max(raw, 1):.2f} of raw bfloat16){speed}{padding}{lost}\n"
+        f"next: torchrun deepspec/train/main.py +recipe=dspark target={cfg.target.name} out={cfg.out}"
+    )
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _say(text: str) -> None:
+    if is_main():
+        print(text)

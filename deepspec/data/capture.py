@@ -1,0 +1,86 @@
+"""The target's states of conversations: for the cache, and in the training process. Knows no files.
+
+Shapes: B rows, T tokens of the longest, S tokens of one conversation, I of them with a last state, F tap channels.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from deepspec.data.batch import Sample
+from deepspec.data.cache import SHAPE_KEYS, Origin, Probe
+from deepspec.data.capture_plan import Conversation
+from deepspec.data.fingerprints import head_fingerprint, template_fingerprint
+from deepspec.data.record import Row, last_positions, supervised_mask
+from deepspec.models.target import Target
+
+PROBE_STATES = 16
+
+
+def origin_of(target: Target, *, codec: str, thinking: bool, revision: str | None = None) -> Origin:
+    """What a cache made with this target states about itself."""
+    return Origin(
+        target={
+            "name": target.name,
+            "path": target.path,
+            "revision": revision,
+            "fingerprint": target.fingerprint,
+            "head": head_fingerprint(target.head_VD),
+            "shape": {key: getattr(target.config, key, None) for key in SHAPE_KEYS},
+        },
+        taps=list(target.taps),
+        thinking=thinking,
+        template=template_fingerprint(target.tokenizer),
+        codec=codec,
+    )
+
+
+@torch.inference_mode()
+def capture(target: Target, conversations: Sequence[Conversation]) -> list[Row]:
+    """One forward over a batch; states in bfloat16 on the target's device, in the order given.
+
+    Padded on the right; the target ignores padding, so a row's states do not depend on its neighbours beyond the
+    rounding of the matrix products.
+    """
+    width = max(len(conversation) for conversation in conversations)
+    tokens_BT = torch.zeros(len(conversations), width, dtype=torch.int64)
+    for row, conversation in enumerate(conversations):
+        tokens_BT[row, : len(conversation)] = torch.tensor(conversation.tokens)
+    lengths = [len(conversation) for conversation in conversations]
+    states = target(tokens_BT.to(target.device), lengths_B=lengths)
+    assert states.taps_BTF is not None
+    rows = []
+    for row, conversation in enumerate(conversations):
+        at_I = last_positions(supervised_mask(len(conversation), conversation.spans)).to(target.device)
+        rows.append(
+            Row(
+                id=conversation.id,
+                source=conversation.source,
+                tokens=conversation.tokens,
+                spans=conversation.spans,
+                taps_SF=states.taps_BTF[row, : len(conversation)].to(torch.bfloat16),
+                last_ID=states.last_BTD[row, at_I].to(torch.bfloat16),
+            )
+        )
+    return rows
+
+
+def to_sample(row: Row) -> Sample:
+    """The Sample that the lossless cache would return for a captured row."""
+    return Sample(
+        id=row.id,
+        tokens_S=torch.tensor(row.tokens, dtype=torch.int64),
+        supervised_S=supervised_mask(len(row.tokens), row.spans),
+        taps_SF=row.taps_SF.cpu(),
+        last_ID=row.last_ID.cpu(),
+    )
+
+
+@torch.inference_mode()
+def probe(target: Target, row: Row) -> Probe:
+    """The target's own next tokens at up to PROBE_STATES evenly spaced last states of a row."""
+    count = len(row.last_ID)
+    states = sorted({index * count // PROBE_STATES for index in range(PROBE_STATES)})
+    at = torch.tensor(states, device=row.last_ID.device)
+    logits = target.logits(row.last_ID[at].to(target.device, target.dtype))
+    return Probe(row.id, states, logits.argmax(-1).tolist())
