@@ -24,7 +24,7 @@ class Rounds:
     """Rounds of many prompts, those of one prompt adjacent and in order.
 
     prompt_N: index of the prompt; proposed_N: draft tokens offered to the target; accepted_N: how many it accepted
-    (≤ proposed); confidence_NG: P(position accepted | its prefix accepted), NaN where nothing was proposed.
+    (≤ proposed); confidence_NG: P(position accepted | its prefix accepted) of the whole block, NaN where unknown.
     """
 
     prompt_N: np.ndarray
@@ -77,8 +77,8 @@ def from_prompts(prompts: Iterable[Iterable[tuple[int, int, Iterable[float] | No
             owner.append(index)
             proposed.append(offered)
             accepted.append(taken)
-            confidences.append(tuple(confidence or ())[:offered])
-    block = max(proposed, default=0)
+            confidences.append(tuple(confidence or ()))
+    block = max((*proposed, *map(len, confidences)), default=0)
     confidence_NG = np.full((len(owner), block), np.nan, dtype=np.float32)
     for row, values in enumerate(confidences):
         confidence_NG[row, : len(values)] = values
@@ -88,55 +88,73 @@ def from_prompts(prompts: Iterable[Iterable[tuple[int, int, Iterable[float] | No
 
 
 def write_rounds(path: str | Path, rounds: Rounds) -> None:
-    """One line for each prompt: {"prompt": i, "rounds": [{"proposed", "accepted", "confidence"}, …]}; atomic."""
+    """One line for each prompt, in the evaluator's layout (``read_rounds``); atomic."""
     with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
         for prompt in rounds.prompts:
-            rows = np.flatnonzero(rounds.prompt_N == prompt)
-            listed = [
-                {
-                    "proposed": int(rounds.proposed_N[row]),
-                    "accepted": int(rounds.accepted_N[row]),
-                    "confidence": [
-                        round(float(value), 6) for value in rounds.confidence_NG[row] if not np.isnan(value)
-                    ],
-                }
-                for row in rows
+            own = rounds.select(rounds.prompt_N == prompt)
+            triples = zip(own.proposed_N.tolist(), own.accepted_N.tolist(), (own.accepted_N + 1).tolist(), strict=True)
+            confidences = [
+                [round(float(value), 6) for value in values if not np.isnan(value)] for values in own.confidence_NG
             ]
-            stream.write(json.dumps({"prompt": int(prompt), "rounds": listed}) + "\n")
+            line = {"prompt": str(prompt), "rounds": [list(triple) for triple in triples], "confidence": confidences}
+            stream.write(json.dumps(line) + "\n")
 
 
-def read_rounds(path: str | Path) -> Rounds:
-    """Read a JSONL file, or every *.jsonl below a folder (an evaluation's output), in name order.
+def read_rounds(path: str | Path, settings: str | None = None) -> Rounds:
+    """Read a records file, or every *.jsonl below the folder of an evaluation, in name order.
 
-    Each line is an object with "rounds", a list of {"proposed", "accepted", "confidence"}; other keys are ignored.
+    A line is one prompt: "rounds", a list of [proposed, accepted, committed], and "confidence", a list as long with the
+    confidences of each round's block; "dataset", "prompt" and "turn" name the prompt, the first line of a name counts.
+    Lines with different "settings" are different runs: only those with confidences are considered, and if more than one
+    is left, ``settings`` (or its beginning) must choose. A round that a stop token cut counts as far as it was kept.
     Raises RoundsError naming file and line.
     """
     path = Path(path)
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise RoundsError(f"{path}: no records; pass a .jsonl file or the folder an evaluation wrote (--output)")
-    rounds = from_prompts(_prompts(files))
-    if not len(rounds):
-        raise RoundsError(f"{path}: no rounds in {len(files)} file(s); evaluate with a drafter to record some")
-    return rounds
+    runs: dict[str, dict[tuple[str, ...], list[_Round]]] = {}
+    for run, key, rounds in _lines(files):
+        if run.startswith(settings or "") and any(confidence for _, _, confidence in rounds):
+            runs.setdefault(run, {}).setdefault(key, rounds)
+    if not runs:
+        raise RoundsError(f"{path}: no rounds with confidences; evaluate with a drafter that has a confidence head")
+    if len(runs) > 1:
+        counts = ", ".join(f"{run} ({len(prompts)} prompts)" for run, prompts in runs.items())
+        raise RoundsError(f"{path} holds several runs: choose one with --settings, or pass its file: {counts}")
+    return from_prompts(next(iter(runs.values())).values())
 
 
-def _prompts(files: list[Path]) -> Iterator[list[tuple[int, int, list[float] | None]]]:
+_Round = tuple[int, int, list[float] | None]
+
+
+def _lines(files: list[Path]) -> Iterator[tuple[str, tuple[str, ...], list[_Round]]]:
     for file in files:
         with file.open(encoding="utf-8") as stream:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
-                    yield from _rounds_of(line, f"{file}, line {number}")
+                    yield from _parse(line, file, number)
 
 
-def _rounds_of(line: str, where: str) -> Iterator[list[tuple[int, int, list[float] | None]]]:
+def _parse(line: str, file: Path, number: int) -> Iterator[tuple[str, tuple[str, ...], list[_Round]]]:
+    """Settings, name and rounds of one line; nothing for a line that is no record (failures, logs)."""
     try:
         record: dict[str, Any] = json.loads(line)
-        if "rounds" in record:
-            yield [
-                (int(entry["proposed"]), int(entry["accepted"]), entry.get("confidence")) for entry in record["rounds"]
-            ]
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        if "rounds" not in record:
+            return
+        confidences = record.get("confidence") or [None] * len(record["rounds"])
+        rounds = [
+            (_kept(*entry), min(entry[1:3]), own) for entry, own in zip(record["rounds"], confidences, strict=True)
+        ]
+    except (json.JSONDecodeError, AttributeError, TypeError, ValueError) as error:
         raise RoundsError(
-            f'{where}: {error}; a line is {{"rounds": [{{"proposed": 7, "accepted": 3, "confidence": [0.9, …]}}, …]}}'
+            f'{file}, line {number}: {error}; a line is {{"prompt": "7", "rounds": [[proposed, accepted, committed]], '
+            '"confidence": [[0.9, …]]} with as many of the one as of the other'
         ) from error
+    key = tuple(str(record.get(name, "")) for name in ("dataset", "prompt", "turn"))
+    yield str(record.get("settings", file.name)), key, rounds
+
+
+def _kept(proposed: int, accepted: int, committed: int) -> int:
+    """Draft tokens whose outcome is part of the answer."""
+    return proposed if committed > accepted else committed
