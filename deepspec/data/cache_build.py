@@ -118,7 +118,7 @@ def build_cache(cfg: "DataPipelineConfig", target: Target | None = None) -> Cach
         if (facts := read_facts(folder, number)) is not None:
             dropped.update(facts.dropped)
     manifest = finalise(folder, len(identities), origin, {"plan": key, "cache": vars(cfg.cache), "dropped": dropped})
-    _report(folder, manifest, progress, dropped, cfg)
+    _report(folder, manifest, progress, dropped)
     return manifest
 
 
@@ -235,9 +235,7 @@ def _write(
         future.result()
 
 
-def _report(
-    folder: Path, manifest: CacheManifest, progress: Progress, dropped: Counter[str], cfg: "DataPipelineConfig"
-) -> None:
+def _report(folder: Path, manifest: CacheManifest, progress: Progress, dropped: Counter[str]) -> None:
     hidden, taps = manifest.target["shape"]["hidden_size"], len(manifest.taps)
     raw = 2 * hidden * (taps + 1) * manifest.tokens
     speed = f", {progress.tokens / progress.seconds:.0f} tokens/s" if progress.tokens else ""
@@ -245,8 +243,7 @@ def _report(
     lost = f"; dropped: {', '.join(f'{count} {reason}' for reason, count in dropped.items())}" if dropped else ""
     print(
         f"{folder}: {manifest.rows} samples, {manifest.tokens} tokens, {human_bytes(manifest.bytes)} "
-        f"({manifest.bytes / max(raw, 1):.2f} of raw bfloat16){speed}{padding}{lost}\n"
-        f"next: torchrun deepspec/train/main.py +recipe=dspark target={cfg.target.name} out={cfg.out}"
+        f"({manifest.bytes / max(raw, 1):.2f} of raw bfloat16){speed}{padding}{lost}"
     )
 
 

@@ -5,7 +5,6 @@ added later changes only the last shard.
 """
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,15 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from deepspec.data.chat import ChatError, encode, encode_response
+from deepspec.data.chat import ChatError
+from deepspec.data.responses import Response, ResponsesError, encode_row, from_plain, part_files
 
-PARTS: Final = "part-*.parquet"
-COLUMNS: Final = ("id", "source", "messages", "finish_reason", "thinking", "tokens")
 MAX_UNUSABLE: Final = 0.05  # share of rows without a supervised token above which the template must be wrong
-
-
-class ResponsesError(ValueError):
-    """Responses that are missing, of another thinking mode, or mostly unusable."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +53,10 @@ class Responses:
 
     def __init__(self, folder: Path, limit: int | None = None) -> None:
         self.folder = folder
-        self.parts = sorted(folder.glob(PARTS))
+        self.parts = part_files(folder)
         if not self.parts:
             raise ResponsesError(
-                f"{folder} holds no {PARTS}: run `python -m deepspec.data regenerate` with the same target and out"
+                f"{folder} holds no responses: run `python -m deepspec.data regenerate` with the same target and out"
             )
         self.digests: list[str] = []
         self._places: list[tuple[int, int]] = []
@@ -83,18 +77,16 @@ class Responses:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def rows(self, start: int, stop: int) -> list[dict[str, Any]]:
-        """Responses ``start`` … ``stop − 1`` as plain values; keeps one part in memory."""
-        found: list[dict[str, Any]] = []
+    def rows(self, start: int, stop: int) -> list[Response]:
+        """Responses ``start`` … ``stop − 1``; keeps one part in memory."""
+        found: list[Response] = []
         while start < min(stop, len(self)):
             part, first = self._places[start]
             if self._table is None or self._table[0] != part:
-                schema = pq.read_schema(self.parts[part])
-                present = [name for name in COLUMNS if name in schema.names]
-                self._table = (part, pq.read_table(self.parts[part], columns=present))
+                self._table = (part, pq.read_table(self.parts[part]))
             count = min(stop, len(self)) - start
             taken = self._table[1].slice(first, count).to_pylist()
-            found += taken
+            found += [from_plain(row) for row in taken]
             start += len(taken)
         return found
 
@@ -105,48 +97,34 @@ class Responses:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def encode_row(tokenizer: Any, row: dict[str, Any], settings: EncodeSettings) -> Conversation | str:
-    """A response as a Conversation, or the reason why it cannot be used.
+def to_conversation(tokenizer: Any, row: Response, settings: EncodeSettings) -> Conversation | str:
+    """A response as the target sees it, or the reason why it cannot be used.
 
-    Generated token ids are taken as they are; a response without them (from a server) is tokenised from its text, and
-    when it was cut gets no end of turn. Raises ResponsesError for a response made in the other thinking mode.
+    Raises ResponsesError for a response made in the other thinking mode.
     """
-    if row.get("thinking") is not None and bool(row["thinking"]) != settings.thinking:
+    if row.thinking != settings.thinking:
         raise ResponsesError(
-            f"response {row['id']} was made with thinking={str(bool(row['thinking'])).lower()}, this run has "
+            f"response {row.id} was made with thinking={str(row.thinking).lower()}, this run has "
             f"target.thinking={str(settings.thinking).lower()}: set target.thinking, or regenerate the responses"
         )
-    truncated = row.get("finish_reason") == "length"
-    if truncated and not settings.keep_truncated:
+    if row.truncated and not settings.keep_truncated:
         return "truncated"
-    messages = row["messages"] if isinstance(row["messages"], list) else json.loads(row["messages"])
     try:
-        if row.get("tokens"):
-            encoded = encode_response(
-                tokenizer, messages, row["tokens"], thinking=settings.thinking, max_length=settings.max_length
-            )
-        else:
-            encoded = encode(
-                tokenizer,
-                messages,
-                thinking=settings.thinking,
-                max_length=settings.max_length,
-                truncated=truncated,
-            )
+        encoded = encode_row(tokenizer, row, max_length=settings.max_length)
     except ChatError:
         return "template"
-    conversation = Conversation(row["id"], row.get("source") or "", encoded.tokens, encoded.spans)
+    conversation = Conversation(row.id, row.source or "", encoded.tokens, encoded.spans)
     return conversation if conversation.states > 0 else "nothing supervised"
 
 
 def encode_rows(
-    tokenizer: Any, rows: Sequence[dict[str, Any]], settings: EncodeSettings
+    tokenizer: Any, rows: Sequence[Response], settings: EncodeSettings
 ) -> tuple[list[Conversation], Counter[str]]:
     """Usable conversations in order, and how many rows were dropped for which reason."""
     kept: list[Conversation] = []
     dropped: Counter[str] = Counter()
     for row in rows:
-        result = encode_row(tokenizer, row, settings)
+        result = to_conversation(tokenizer, row, settings)
         if isinstance(result, str):
             dropped[result] += 1
         else:

@@ -69,7 +69,7 @@ def preview(arguments: list[str]) -> str:
 
 def cache(overrides: list[str]) -> str:
     """Build the target cache."""
-    from deepspec.data.capture import build_cache
+    from deepspec.data.cache_build import build_cache
 
     config = _load(overrides)
     build_cache(config)

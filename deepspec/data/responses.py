@@ -127,9 +127,15 @@ def read_responses(folder: Path) -> Iterator[Response]:
     for file in part_files(folder):
         for batch in _open(file).iter_batches(1024):
             for row in batch.to_pylist():
-                for name in ("messages", "sampling", "tools"):
-                    row[name] = json.loads(row[name]) if row[name] is not None else None
-                yield Response(**row)
+                yield from_plain(row)
+
+
+def from_plain(row: dict[str, Any]) -> Response:
+    """A row of a part, as Parquet gives it, with its JSON columns parsed."""
+    parsed = {
+        name: json.loads(row[name]) if row[name] is not None else None for name in ("messages", "sampling", "tools")
+    }
+    return Response(**{**row, **parsed})
 
 
 def encode_row(tokenizer: Any, row: Response, *, max_length: int | None = None) -> Encoded:
