@@ -21,8 +21,8 @@ class Record:
 
     ``accepted`` is the verified prefix, ``committed`` what the answer kept of it and of the target's own token;
     it differs from accepted + 1 only in a round that a stop token or the token limit cut. The token that the prompt's
-    own forward yields belongs to no round. ``wall`` and its parts ``prefill`` … ``other`` are seconds since the previous
-    record of the same stream, so that sums over records are totals, also after a resume and at any batch size.
+    own forward yields belongs to no round. ``wall`` and its parts ``prefill`` … ``other`` are seconds since the
+    previous record of the same stream, so that sums over records are totals, also after a resume and at any batch size.
     """
 
     dataset: str

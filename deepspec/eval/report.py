@@ -1,0 +1,347 @@
+"""results.json into one self-contained HTML page: ``python -m deepspec.eval.report --results FOLDER``.
+
+Knows results.json and the drafters' metrics.jsonl; reruns nothing.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deepspec.eval import page, plots, plots_confidence, table
+from deepspec.eval.page import Section
+from deepspec.eval.summary import FORMAT, PLAIN, VERSION
+from deepspec.files import atomic_write, read_json
+
+Results = dict[str, Any]
+METRIC_NAMES = {
+    "loss": ("loss", "train/loss"),
+    "tau_expected": ("tau_expected", "tau", "train/tau", "expected_tau"),
+    "tau_decoded": ("tau_decoded", "eval/tau", "decode_tau", "val/tau"),
+}
+
+
+class ReportError(ValueError):
+    """Results that no report can be made from."""
+
+
+def load_results(path: Path) -> Results:
+    """Read results.json, given as the file or its folder. Raises ReportError."""
+    file = path / "results.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ReportError(f"no results.json at {path}: run `python -m deepspec.eval` first, or pass --results FOLDER")
+    results = read_json(file)
+    if not isinstance(results, dict) or results.get("format") != FORMAT:
+        raise ReportError(f"{file} is not a results file of deepspec.eval")
+    if results.get("version") != VERSION:
+        raise ReportError(
+            f"{file} has schema version {results.get('version')}, this report reads {VERSION}: evaluate again"
+        )
+    return results
+
+
+def build(results: Results) -> str:
+    """The page."""
+    shown = table.headline(results)
+    if not shown:
+        raise ReportError("these results hold no drafter or baseline, only plain decoding: nothing to report")
+    sections = [
+        _results(results, shown),
+        _comparison(results, shown),
+        _lossless(results),
+        _positions(shown),
+        _lengths(shown),
+        _blocks(results),
+        _time(results),
+        _calibration(shown),
+        _training(shown),
+        _provenance(results),
+    ]
+    settings, target = results["settings"], results["target"]
+    lead = (
+        f"{', '.join(settings['suites'])} · temperature {settings['temperature']:g} · at most "
+        f"{settings['max_new_tokens']} new tokens · {'thinking' if settings['thinking'] else 'non-thinking'} · "
+        f"{settings['device']}, {settings['dtype']} · {results['created'][:10]}"
+    )
+    warnings = "".join(page.warning(text) for text in results.get("warnings", []))
+    title = f"Speculative decoding of {target['name']}"
+    footer = "Made by deepspec.eval. Definitions of all metrics: docs/evaluation.md."
+    return page.document(title, lead, warnings + _cards(results, shown), sections, footer)
+
+
+def _cards(results: Results, shown: Sequence[Results]) -> str:
+    best = max(shown, key=lambda item: item["macro"]["tau"]["value"] or 0.0)
+    items = [
+        (
+            table.number(best["macro"]["tau"]["value"]),
+            f"τ, tokens per verification, {best['label']}, macro average",
+            False,
+        )
+    ]
+    if (gain := best["macro"].get("speed_up")) is not None:
+        items.append((table.times(gain), f"wall-clock speed-up over plain decoding, batch {best['batch']}", False))
+    for label, change in results["comparison"].get("gains", {}).items():
+        if change["macro"] is not None and len(items) < 3:
+            items.append((f"{100 * change['macro']:+.1f} %", f"τ over {label}", False))
+    if (check := table.identity_total(best)) is not None:
+        text = "answers identical to plain greedy decoding"
+        if check["ties"]:
+            text += f", {check['ties']} more differ by a floating-point tie"
+        items.append((f"{check['identical']} of {check['prompts']}", text, check["different"] > 0))
+    return page.cards(items)
+
+
+def _results(results: Results, shown: Sequence[Results]) -> Section:
+    tables = [table.drafter_table(item, results["settings"]["temperature"]) for item in shown]
+    body = page.paragraph(
+        "τ counts the tokens that one verification commits, the target's own token included, with a 95 % bootstrap "
+        "interval over prompts. Tokens per second are wall clock, end to end, in one process.",
+        "note",
+    )
+    body += page.figure(
+        plots.tau(shown), "τ of each data set. Whiskers: 95 % interval. The dotted line is plain decoding."
+    )
+    for one in tables:
+        body += f"<h3>{one.title}</h3>" + page.grid(one.header, one.rows, one.rules)
+    skipped = [(data["name"], item) for data in results["datasets"] for item in data["skipped"]]
+    if skipped:
+        first = f"{skipped[0][0]}: {skipped[0][1]['reason']}"
+        body += page.warning(f"{len(skipped)} prompts were left out, for every variant alike. {first}")
+    return Section("results", "Results", body)
+
+
+def _comparison(results: Results, shown: Sequence[Results]) -> Section:
+    one = table.comparison_table(results)
+    if one is None:
+        body = page.paragraph(
+            "One drafter was evaluated. Pass several to --drafter to compare them on the same prompts.", "note"
+        )
+        return Section("comparison", "Comparison", body)
+    compared = results["comparison"]
+    rows = []
+    for label, gain in compared["gains"].items():
+        rows.append((f"over {label}", *("–" if gain[d] is None else f"{100 * gain[d]:+.1f} %" for d in gain)))
+    header = (
+        f"τ of {compared['best']}",
+        *("average" if d == "macro" else d for d in next(iter(compared["gains"].values()))),
+    )
+    body = page.paragraph(f"{one.title}. Averages give each data set the same weight.", "note")
+    return Section(
+        "comparison", "Comparison", body + page.grid(one.header, one.rows, best=True) + page.grid(header, rows)
+    )
+
+
+def _lossless(results: Results) -> Section:
+    groups: dict[tuple[str, int], list[tuple[int, Results]]] = {}
+    details: list[str] = []
+    for item in results["variants"]:
+        check = table.identity_total(item)
+        if check is None:
+            continue
+        groups.setdefault((item["label"], item["batch"]), []).append((item["block"], check))
+        for name, data in item["datasets"].items():
+            if (first := data["identity"]["first_difference"]) is not None:
+                details.append(_difference(_name(item), name, first))
+    if not groups:
+        text = (
+            "The identity check needs temperature 0 and the plain baseline; this run had neither or only one. Sampled "
+            "decoding keeps the target's distribution, which the test suite proves by enumeration."
+        )
+        return Section("lossless", "Losslessness", page.paragraph(text, "note"))
+    body = page.paragraph(
+        "Every answer is compared token by token with plain greedy decoding of the same prompt in the same run. A tie "
+        "is a first difference whose two tokens are closer than the arithmetic resolves; anything else is a fault.",
+        "note",
+    )
+    keys = ("prompts", "identical", "ties", "different")
+    rows = []
+    for (label, batch), checks in groups.items():
+        blocks = sorted(block for block, _ in checks)
+        lengths = f"{blocks[0]}–{blocks[-1]}" if len(blocks) > 1 else str(blocks[0] or "–")
+        rows.append((label, lengths, str(batch), *(str(sum(check[key] for _, check in checks)) for key in keys)))
+    body += page.grid(("variant", "block", "batch", "answers", *keys[1:]), rows)
+    details.sort(key=lambda text: "DIFFERENCE" not in text)
+    for text in details[:6]:
+        body += page.paragraph(text, "note")
+    return Section("lossless", "Losslessness", body)
+
+
+def _difference(variant: str, name: str, first: Results) -> str:
+    gap = (
+        "at an answer's end"
+        if first["gap"] is None
+        else f"logit gap {first['gap']:.2e} (tie below {first['tolerance']:g})"
+    )
+    kind = "tie" if first["tie"] else "DIFFERENCE"
+    return f"{variant}, {name}: {kind} in {first['prompt']} at token {first['position']}, {gap}."
+
+
+def _name(item: Results) -> str:
+    return (
+        f"{item['label']}, k = {item['block']}, batch {item['batch']}"
+        if item["block"]
+        else f"plain, batch {item['batch']}"
+    )
+
+
+def _positions(shown: Sequence[Results]) -> Section:
+    caption = (
+        "Top: share of draft tokens accepted at a position when everything before it was accepted. Bottom: share of "
+        "rounds in which the prefix up to the position survived. All rounds of a domain together."
+    )
+    return Section("positions", "Acceptance by position", page.figure(plots.acceptance_by_position(shown), caption))
+
+
+def _lengths(shown: Sequence[Results]) -> Section:
+    caption = "How many tokens a round commits, the target's own token included; the mean of each histogram is τ."
+    return Section("lengths", "Accepted lengths", page.figure(plots.accepted_lengths(shown), caption))
+
+
+def _blocks(results: Results) -> Section:
+    groups = [group for group in results["best_blocks"] if len(group["blocks"]) > 1]
+    one = table.block_table(results)
+    if one is None:
+        body = page.paragraph(
+            "One block length was run. --sweep-blocks measures every length up to the trained one.", "note"
+        )
+        return Section("blocks", "Speed-up by block length", body)
+    caption = (
+        "Wall-clock speed-up over plain decoding at the same batch size, mean over data sets. Longer blocks raise τ, "
+        "but cost drafting and verification; the best one is ringed."
+    )
+    body = page.figure(plots.speed_up_by_block(groups), caption) + page.grid(one.header, one.rows)
+    return Section("blocks", "Speed-up by block length", body)
+
+
+def _time(results: Results) -> Section:
+    wanted = {item["batch"] for item in table.headline(results)}
+    items = [
+        item for item in results["variants"] if item["headline"] or (item["kind"] == PLAIN and item["batch"] in wanted)
+    ]
+    caption = (
+        "Mean over data sets. Prompt: the target's forward over prompts. Verify: its forward over drafts, acceptance."
+    )
+    return Section("time", "Where the time goes", page.figure(plots.time_shares(items), caption))
+
+
+def _calibration(shown: Sequence[Results]) -> Section:
+    known = [item for item in shown if "reliability" in item["macro"]]
+    if not known:
+        text = "No variant recorded confidences (DSpark's confidence head gives them)."
+        return Section("confidence", "Confidence", page.paragraph(text, "note"))
+    caption = (
+        "Reliability of the confidence head: positions whose prefix was accepted, in ten bins. Below the diagonal it "
+        "is too sure of itself; deepspec.eval.calibrate fits temperatures that correct this."
+    )
+    body = page.figure(plots_confidence.reliability(known), caption)
+    for item in known:
+        if not any(data.get("threshold_sweep") for data in item["domains"].values()):
+            continue
+        what = f"{item['label']}: what a confidence threshold would have given, computed from the rounds of this run."
+        body += page.figure(plots_confidence.threshold_sweep(item), what)
+    return Section("confidence", "Confidence", body)
+
+
+def _training(shown: Sequence[Results]) -> Section:
+    runs: dict[str, Sequence[dict[str, float]]] = {}
+    for item in shown:
+        folder = item["drafter"].get("folder")
+        rows = training_rows(Path(folder)) if folder else []
+        if rows:
+            runs[item["label"]] = rows
+    if not runs:
+        text = "No metrics.jsonl lies beside these drafters."
+        return Section("training", "Training", page.paragraph(text, "note"))
+    caption = "From the metrics.jsonl of each drafter; the smooth line is a moving average."
+    return Section("training", "Training", page.figure(plots_confidence.training_curves(runs), caption))
+
+
+def training_rows(folder: Path) -> list[dict[str, float]]:
+    """Rows with step, loss and τ from the metrics.jsonl in a checkpoint folder or above it; [] when there is none."""
+    for place in (folder, folder.parent):
+        file = place / "metrics.jsonl"
+        if file.is_file():
+            rows = []
+            for line in file.read_text(encoding="utf-8").splitlines():
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError:
+                    continue  # the last line of a run that was killed
+                if isinstance(row, dict) and "step" in row:
+                    rows.append(_row(row))
+            return rows
+    return []
+
+
+def _row(row: Results) -> dict[str, float]:
+    out = {"step": float(row["step"])}
+    for name, keys in METRIC_NAMES.items():
+        for key in keys:
+            if isinstance(row.get(key), int | float):
+                out[name] = float(row[key])
+                break
+    return out
+
+
+def _provenance(results: Results) -> Section:
+    target, source = results["target"], results["provenance"]
+    rows = [("command", results.get("command", "")), ("created", results["created"])]
+    rows += [("target", f"{target['name']} ({target['path']})"), ("target fingerprint", target["fingerprint"])]
+    for item in table.headline(results):
+        folder = item["drafter"].get("folder")
+        if folder:
+            rows.append((f"drafter {item['label']}", f"{folder}, {item['drafter'].get('fingerprint', '')}"))
+    for data in results["datasets"]:
+        pin = data.get("revision") or {True: "published prompts", False: "NOT the published prompts"}.get(
+            data["published"], ""
+        )
+        rows.append(
+            (f"data {data['name']}", f"{data['prompts']} of {data['rows']} rows, {data['source']} {pin}".strip())
+        )
+    rows += [(key.replace("_", " "), json.dumps(value)) for key, value in results["settings"].items()]
+    rows += [(name, str(version)) for name, version in source["versions"].items()]
+    rows += [("python", source["python"]), ("git revision", str(source["git_revision"]))]
+    return Section("provenance", "Provenance", page.facts(rows))
+
+
+def write(results: Results, folder: Path) -> Path:
+    """Write ``index.html`` into ``folder``."""
+    path = folder / "index.html"
+    html = build(results)
+    with atomic_write(path) as temporary:
+        temporary.write_text(html, encoding="utf-8")
+    return path
+
+
+def newest_results(root: Path = Path("runs")) -> Path:
+    """Folder of the newest results.json under ``root`` or in ``report``. Raises ReportError."""
+    found = [*root.glob("*/eval/*/results.json"), *Path("report").glob("results.json")]
+    if not found:
+        raise ReportError(
+            "no results.json under runs/*/eval/ or report/: run `python -m deepspec.eval`, or pass --results"
+        )
+    return max(found, key=lambda path: path.stat().st_mtime).parent
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deepspec.eval.report", description="Rebuild the HTML report of an evaluation."
+    )
+    parser.add_argument("--results", type=Path, help="folder or file of results.json (default: the newest one)")
+    parser.add_argument("--output", type=Path, help="folder to write index.html into (default: beside results.json)")
+    options = parser.parse_args(arguments)
+    try:
+        source = options.results or newest_results()
+        path = write(load_results(source), options.output or (source if source.is_dir() else source.parent))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
