@@ -13,6 +13,8 @@ COMMANDS = {
     "cache": "the target's hidden states → ${out}/cache; run again to continue",
     "inspect": "what a cache holds",
     "verify": "checksums of a cache",
+    "merge": "one cache from several (--from FOLDER… --to FOLDER)",
+    "subset": "a part of a cache (--from FOLDER --to FOLDER, --source NAME…, --ids FILE, --share P)",
     "estimate": "disk, memory and hours, before anything is made",
 }
 

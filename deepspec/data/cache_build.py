@@ -213,8 +213,7 @@ def _write(
 
     def store(rows: list[record.Row]) -> None:
         for row in rows:
-            packed = record.pack(row, codec, len(target.taps))
-            writer.add(row.id, row.source, row.tokens, row.spans, len(row.last_ID), packed)
+            writer.add(row.source, record.pack(row, codec, len(target.taps)))
 
     pending: list[Future[None]] = []
     groups = batches([len(conversation) for conversation in conversations], config.batch_tokens, config.max_padding)

@@ -6,7 +6,7 @@ One sample costs one range read of exactly its record; the index (ids, lengths, 
 import os
 import threading
 from collections import OrderedDict
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -157,19 +157,19 @@ class CacheReader:
         try:
             sample = record.unpack(self.record(row))
         except (record.RecordError, CodecError) as error:
-            raise self._damaged(row, str(error)) from error
+            raise self.damaged(row, str(error)) from error
         if sample.id != self.id(row):
-            raise self._damaged(row, f"the record there is of sample {sample.id}")
+            raise self.damaged(row, f"the record there is of sample {sample.id}")
         return sample
 
-    def _damaged(self, row: int, reason: str) -> CacheDamagedError:
+    def rows_of(self, shard: int) -> list[int]:
+        """The samples of a shard."""
+        return np.flatnonzero(self._where[0] == shard).tolist()
+
+    def damaged(self, row: int, reason: str) -> CacheDamagedError:
+        """The error that says where a sample lies and how to get it back."""
         name = self.manifest.shards[int(self._where[0][row])].file
         return CacheDamagedError(
             f"{self.path}/{name}, sample {self.id(row)}: {reason}. Delete this shard and run the cache command again: "
             "only it is rebuilt"
         )
-
-    def facts(self) -> dict[str, Any]:
-        """Sizes for summaries: rows, tokens, states, bytes."""
-        states = int(self.states.sum())
-        return {"rows": len(self), "tokens": int(self.tokens.sum()), "states": states, "bytes": self.manifest.bytes}

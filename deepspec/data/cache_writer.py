@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
+from deepspec.data import record
 from deepspec.data.cache import (
     INDEX,
     INDEX_SCHEMA,
@@ -31,7 +32,6 @@ from deepspec.data.cache import (
     Shard,
     shard_name,
 )
-from deepspec.data.record import checksum
 from deepspec.files import atomic_write, provenance, read_json, write_json
 
 _INDEXED: Final = ("id", "source", "n_tokens", "n_last", "offset", "length")
@@ -96,23 +96,24 @@ class ShardWriter:
         self.probes: list[Probe] = []
         self.dropped: dict[str, int] = {}
 
-    def add(self, id: str, source: str, tokens: Sequence[int], spans: Any, n_last: int, record: bytes) -> None:
-        """Append one row; ``record`` is its packed form (deepspec.data.record)."""
+    def add(self, source: str, packed: bytes) -> None:
+        """Append a packed record (deepspec.data.record); the metadata columns are what it says of itself."""
+        head = record.head(packed)
         values: dict[str, Any] = {
-            "id": id,
+            "id": head.id,
             "source": source,
-            "n_tokens": len(tokens),
-            "n_last": n_last,
-            "spans": [{"start": start, "end": end} for start, end in spans],
-            "tokens": tokens,
-            "checksum": checksum(record),
-            "record": record,
+            "n_tokens": len(head.tokens_S),
+            "n_last": head.states,
+            "spans": [{"start": start, "end": end} for start, end in head.spans],
+            "tokens": head.tokens_S,
+            "checksum": record.checksum(packed),
+            "record": packed,
         }
         columns = [pa.array([values[field.name]], field.type) for field in self._schema]
         self._parquet.write_table(pa.Table.from_arrays(columns, schema=self._schema))
-        for name, value in (("id", id), ("source", source), ("n_tokens", len(tokens)), ("n_last", n_last)):
-            self._index[name].append(value)
-        self._index["length"].append(len(record))
+        for name in ("id", "source", "n_tokens", "n_last"):
+            self._index[name].append(values[name])
+        self._index["length"].append(len(packed))
 
     def close(self) -> None:
         """Write the footer and find where each record lies: the last bytes of its column chunk."""

@@ -94,6 +94,36 @@ def verify(overrides: list[str]) -> str:
     return f"torchrun --standalone --nproc-per-node gpu deepspec/train/main.py +recipe=dspark {_train(config)}"
 
 
+def merge(arguments: list[str]) -> str:
+    """One cache from several."""
+    from deepspec.data.recombine import merge as run
+
+    parser = argparse.ArgumentParser(prog="python -m deepspec.data merge", allow_abbrev=False)
+    parser.add_argument("--from", dest="parents", nargs="+", required=True, help="finished caches, the first wins")
+    parser.add_argument("--to", required=True, help="an empty folder")
+    options = parser.parse_args(arguments)
+    manifest = run(options.parents, options.to)
+    print(f"{options.to}: {manifest.rows} samples, {manifest.tokens} tokens")
+    return f"torchrun --standalone --nproc-per-node gpu deepspec/train/main.py +recipe=dspark data.path={options.to}"
+
+
+def subset(arguments: list[str]) -> str:
+    """A part of a cache."""
+    from deepspec.data.recombine import chooser
+    from deepspec.data.recombine import subset as run
+
+    parser = argparse.ArgumentParser(prog="python -m deepspec.data subset", allow_abbrev=False)
+    parser.add_argument("--from", dest="parent", required=True, help="a finished cache")
+    parser.add_argument("--to", required=True, help="an empty folder")
+    parser.add_argument("--source", action="append", help="only samples of this data set; may be repeated")
+    parser.add_argument("--ids", help="only the ids in this file, one per line")
+    parser.add_argument("--share", type=float, default=1.0, help="only this share, chosen by a hash of the id")
+    options = parser.parse_args(arguments)
+    manifest = run(options.parent, options.to, chooser(options.source, options.ids, options.share))
+    print(f"{options.to}: {manifest.rows} samples, {manifest.tokens} tokens")
+    return f"torchrun --standalone --nproc-per-node gpu deepspec/train/main.py +recipe=dspark data.path={options.to}"
+
+
 def estimate(overrides: list[str]) -> str:
     """Print disk, memory and hours."""
     from deepspec.data.estimate import estimate as run

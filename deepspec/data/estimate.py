@@ -1,11 +1,30 @@
-"""Tokens, bytes, hours and memory from configuration alone. Knows no weights and reads no data."""
+"""Tokens, bytes, hours and memory from configuration alone: no weights, no data, no more than the target's config.
 
-from deepspec.data.codecs import Codec
+Letters: D hidden size, M taps, V vocabulary. Hours assume that a GPU reaches a share of its peak in the two forwards
+that dominate (the target over the data once, the drafter over it ``epochs`` times).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from deepspec.data.codecs import CODECS, Codec
+from deepspec.models import families
+
+if TYPE_CHECKING:
+    from deepspec.data.config import DataPipelineConfig
+
+# Dense bfloat16 peak, TFLOP/s, as the vendor states it.
+GPUS: Final = {"H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165}
+CAPTURE_SHARE: Final = 0.4  # of the peak, in a forward without a cache
+GENERATE_TOKENS: Final = 0.02  # of the peak: decoding in large batches is bound by memory
+MEAN_TOKENS: Final = 950  # tokens of a chat sample where nothing is known (Open-PerfectBlend at ≤ 4096)
+MEAN_SUPERVISED: Final = 0.7
+ROW_BYTES: Final = 5  # per token, for ids, spans and file structure
 
 
 def state_bytes(codec: Codec, hidden: int, taps: int, tokens: int, states: int) -> int:
-    """Expected bytes of a cache: taps of ``tokens`` tokens, ``states`` last states, 5 bytes per token for the rest."""
-    return int(codec.bytes_per_value * hidden * (taps * tokens + states)) + 5 * tokens
+    """Expected bytes of a cache: taps of ``tokens`` tokens, ``states`` last states, ROW_BYTES per token."""
+    return int(codec.bytes_per_value * hidden * (taps * tokens + states)) + ROW_BYTES * tokens
 
 
 def human_bytes(count: float) -> str:
@@ -15,3 +34,144 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} PB"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parameter counts of a target by its config: all, those one token passes (MoE), embedding or head."""
+
+    total: int
+    active: int
+    layer: int
+    embedding: int
+
+
+def sizes_of(config: Any) -> Sizes:
+    """Parameters of a Hugging Face text config, norms left out."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_dim
+    attention = 2 * hidden * (config.num_attention_heads * head_dim) + 2 * hidden * keys
+    dense = 3 * hidden * config.intermediate_size
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if experts:
+        expert = 3 * hidden * config.moe_intermediate_size
+        mlp, used = experts * expert, config.num_experts_per_tok * expert
+    else:
+        mlp, used = dense, dense
+    embedding = vocab * hidden
+    ends = embedding if getattr(config, "tie_word_embeddings", False) else 2 * embedding
+    layers = config.num_hidden_layers
+    return Sizes(layers * (attention + mlp) + ends, layers * (attention + used), attention + dense, embedding)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a pipeline will need."""
+
+    samples: int
+    tokens: int
+    states: int
+    raw_bytes: int
+    bytes: dict[str, int]
+    capture_hours: dict[str, float]
+    generate_hours: dict[str, float]
+    drafter_parameters: int
+    drafter_bytes: dict[str, int]
+
+
+def estimate_from(config: Any, *, taps: int, samples: int, mean_tokens: float, layers: int = 5) -> Estimate:
+    """Estimate for ``samples`` conversations of ``mean_tokens``; ``layers`` is the drafter's depth.
+
+    Hours are of one GPU. Drafter memory counts weights, gradients, AdamW moments and fp32 masters (16 bytes per
+    parameter in bf16 training), and the target's frozen embedding and head in bfloat16.
+    """
+    sizes, hidden = sizes_of(config), config.hidden_size
+    tokens = int(samples * mean_tokens)
+    states = int(tokens * MEAN_SUPERVISED)
+    drafter = layers * sizes.layer + taps * hidden * hidden
+    frozen = 2 * (sizes.embedding if getattr(config, "tie_word_embeddings", False) else 2 * sizes.embedding)
+    return Estimate(
+        samples=samples,
+        tokens=tokens,
+        states=states,
+        raw_bytes=2 * hidden * (taps + 1) * tokens,
+        bytes={name: state_bytes(codec, hidden, taps, tokens, states) for name, codec in CODECS.items()},
+        capture_hours=_hours(2 * sizes.active * tokens, CAPTURE_SHARE),
+        generate_hours=_hours(2 * (sizes.active + sizes.embedding) * states, GENERATE_TOKENS),
+        drafter_parameters=drafter,
+        drafter_bytes={"weights and AdamW": 16 * drafter, "frozen embedding and head": frozen},
+    )
+
+
+def _hours(flops: float, share: float) -> dict[str, float]:
+    return {name: flops / (peak * 1e12 * share) / 3600 for name, peak in GPUS.items()}
+
+
+def describe(estimate: Estimate, name: str, assumed: str) -> list[str]:
+    """Lines for people."""
+    per_token = {codec: size / max(estimate.tokens, 1) for codec, size in estimate.bytes.items()}
+    lines = [
+        f"{name}: {estimate.samples} samples, about {_count(estimate.tokens)} tokens ({assumed})",
+        f"  raw bfloat16   {human_bytes(estimate.raw_bytes)}, {estimate.raw_bytes / max(estimate.tokens, 1):.0f} bytes "
+        "per token",
+    ]
+    for codec, size in estimate.bytes.items():
+        lines.append(f"  cache={codec:<8} {human_bytes(size)}, {per_token[codec]:.0f} bytes per token")
+    for gpu in GPUS:
+        generate, capture = _time(estimate.generate_hours[gpu]), _time(estimate.capture_hours[gpu])
+        lines.append(f"  1 × {gpu:<10} responses {generate}, cache {capture}")
+    parts = ", ".join(f"{what} {human_bytes(size)}" for what, size in estimate.drafter_bytes.items())
+    lines.append(f"  drafter        {estimate.drafter_parameters / 1e6:.0f} M parameters in 5 layers: {parts}")
+    return lines
+
+
+def _time(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.1f} min"
+
+
+def _count(number: int) -> str:
+    return (
+        f"{number / 1e9:.2f} G"
+        if number >= 1e9
+        else f"{number / 1e6:.1f} M"
+        if number >= 1e6
+        else f"{number / 1e3:.0f} k"
+    )
+
+
+def estimate(cfg: "DataPipelineConfig") -> Estimate:
+    """Print and return the estimate for a pipeline; downloads nothing but the target's config.
+
+    The number of samples is known when prompts or responses exist, else it is the recipe's limit; lengths are assumed.
+    """
+    from transformers import AutoConfig
+
+    from deepspec.models.target import resolve
+
+    config = families.text_config(AutoConfig.from_pretrained(resolve(cfg.target), revision=cfg.target.revision))
+    taps = len(cfg.target.taps) if cfg.target.taps else len(families.default_taps(config.num_hidden_layers))
+    samples, counted = _samples(cfg)
+    mean = min(MEAN_TOKENS, cfg.cache.max_length, cfg.regenerate.max_new_tokens / MEAN_SUPERVISED)
+    result = estimate_from(config, taps=taps, samples=samples, mean_tokens=mean)
+    assumed = f"{counted}; {mean:.0f} tokens each, {MEAN_SUPERVISED:.0%} supervised assumed"
+    print("\n".join(describe(result, cfg.target.name, assumed)))
+    return result
+
+
+def _samples(cfg: "DataPipelineConfig") -> tuple[int, str]:
+    """Number of conversations and how it is known."""
+    from deepspec.data.responses import answered_ids
+
+    limits = [limit for limit in (cfg.prompts.limit, cfg.regenerate.limit, cfg.cache.limit) if limit is not None]
+    prompts = cfg.prompts_dir / "train.jsonl"
+    if (count := len(answered_ids(cfg.responses_dir))) > 0:
+        known = "responses counted"
+    elif prompts.is_file():
+        with prompts.open("rb") as lines:
+            count, known = sum(1 for _ in lines), "prompts counted"
+    elif limits:
+        count, known = min(limits), "the recipe's limit"
+    else:
+        count, known = 100_000, "per 100 000 samples: run the prompts step for the real number"
+    return min([count, *limits]), known

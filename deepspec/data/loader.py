@@ -15,7 +15,7 @@ import torch
 
 from deepspec.data.batch import DraftBatch, Sample, collate, empty_batch
 from deepspec.data.cache_reader import CacheReader
-from deepspec.data.order import is_heldout, shuffled, split
+from deepspec.data.order import in_share, shuffled, split
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class Loader:
         self.rank, self.world_size = rank, world_size
         ids = source.ids()
         self._lengths = [min(length, config.max_length) for length in source.lengths()]
-        kept_out = [is_heldout(id, config.heldout) for id in ids]
+        kept_out = [in_share(id, config.heldout) for id in ids]
         self.training_rows = [row for row, out in enumerate(kept_out) if not out]
         self.heldout_rows = [row for row, out in enumerate(kept_out) if out][: config.heldout_max]
         if not self.training_rows:

@@ -15,8 +15,8 @@ def shuffled(count: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(count, generator=generator).tolist()
 
 
-def is_heldout(id: str, share: float) -> bool:
-    """Whether a sample is kept for the held-out loss: by a hash of its id, so the same in every cache and run."""
+def in_share(id: str, share: float) -> bool:
+    """Whether an id is among this share of all ids, by its hash: the same in every cache and run."""
     return xxhash.xxh3_64_intdigest(id.encode()) < share * 2**64
 
 

@@ -91,21 +91,49 @@ def check(record: bytes | memoryview) -> None:
         raise RecordError("the checksum does not match: at least one byte changed")
 
 
-def unpack(record: bytes | memoryview) -> Sample:
-    """Check and decode a record; raises RecordError or CodecError when it is damaged."""
-    check(record)
+@dataclass(frozen=True)
+class Head:
+    """What a record says about itself before its states; ``blocks`` are the encoded taps and last states."""
+
+    id: str
+    tokens_S: np.ndarray
+    spans: list[tuple[int, int]]
+    states: int
+    hidden: int
+    channels: int
+    codec: Codec
+    blocks: tuple[memoryview, memoryview]
+
+
+def head(record: bytes | memoryview) -> Head:
+    """Everything but the states; the record must have passed ``check``. Raises CodecError for an unknown codec."""
     view = memoryview(record)
     number, _, tokens, spans, states, hidden, channels, name, *blocks = _SIZES.unpack_from(view, _PREFIX.size)
     parts, start = [], _BODY
     for size in (8 * spans, 4 * tokens, name, *blocks):
         parts.append(view[start : start + size])
         start += size
-    codec = codec_numbered(number)
-    pairs = np.frombuffer(parts[0], "<i4").reshape(-1, 2)
-    return Sample(
+    return Head(
         id=bytes(parts[2]).decode(),
-        tokens_S=torch.from_numpy(np.frombuffer(parts[1], "<i4").astype(np.int64)),
-        supervised_S=supervised_mask(tokens, [(int(start), int(end)) for start, end in pairs]),
-        taps_SF=codec.decode(parts[3], tokens, channels),
-        last_ID=codec.decode(parts[4], states, hidden),
+        tokens_S=np.frombuffer(parts[1], "<i4"),
+        spans=[(int(start), int(end)) for start, end in np.frombuffer(parts[0], "<i4").reshape(-1, 2)],
+        states=states,
+        hidden=hidden,
+        channels=channels,
+        codec=codec_numbered(number),
+        blocks=(parts[3], parts[4]),
+    )
+
+
+def unpack(record: bytes | memoryview) -> Sample:
+    """Check and decode a record; raises RecordError or CodecError when it is damaged."""
+    check(record)
+    own = head(record)
+    length = len(own.tokens_S)
+    return Sample(
+        id=own.id,
+        tokens_S=torch.from_numpy(own.tokens_S.astype(np.int64)),
+        supervised_S=supervised_mask(length, own.spans),
+        taps_SF=own.codec.decode(own.blocks[0], length, own.channels),
+        last_ID=own.codec.decode(own.blocks[1], own.states, own.hidden),
     )

@@ -1,0 +1,119 @@
+"""Opens what a run trains on, cache or frozen target, and proves first that it fits the run. Knows no loss, no drafter.
+
+Shapes: I last states of a sample, D hidden size.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from deepspec.data.batch import Sample
+from deepspec.data.cache import CacheConfig, CacheMismatchError, require
+from deepspec.data.cache_reader import CacheReader
+from deepspec.data.capture import capture, to_sample
+from deepspec.data.capture_plan import Conversation, EncodeSettings, Responses, batches, check_usable, encode_rows
+from deepspec.data.fingerprints import head_fingerprint
+from deepspec.data.loader import CacheSource, DataConfig
+from deepspec.models.frozen_head import FrozenHead
+from deepspec.models.target import Target, TargetConfig
+
+# Share of probed next tokens that must be reproduced. A lossless cache differs by ties in bfloat16 only, quantised ones
+# by near ties; states from before the final norm reproduce far fewer.
+AGREEMENT: Final = {"bf16": 0.95, "int8": 0.9, "int4": 0.8}
+MAX_PADDING: Final = CacheConfig().max_padding
+
+
+def open_cache(
+    config: DataConfig, target: TargetConfig, *, head: FrozenHead | None = None, text_config: Any = None
+) -> CacheSource:
+    """The cache in ``config.path``, after checking that it was made for this target.
+
+    head: the target's embedding and head, to compare fingerprints and to reproduce the target's own next tokens;
+    text_config: its Hugging Face text config, to compare shapes. Raises CacheError subclasses that name the remedy.
+    """
+    reader = CacheReader(config.path)
+    require(
+        reader.manifest.origin,
+        reader.path,
+        config=text_config,
+        head=head_fingerprint(head.head_VD) if head is not None else None,
+        taps=target.taps,
+        thinking=target.thinking,
+    )
+    if head is not None:
+        prove_head(reader, head)
+    return CacheSource(reader, config.threads)
+
+
+@torch.inference_mode()
+def prove_head(reader: CacheReader, head: FrozenHead) -> float:
+    """Share of the manifest's probes whose next token ``head`` reproduces from the cached last states.
+
+    Raises CacheMismatchError when it is too low: the states are then not this head's inputs (trap 1: pre-norm states).
+    """
+    right = total = 0
+    rows = {probe.id: row for row, probe in _rows_of(reader)}
+    for probe in reader.manifest.probes:
+        if probe.id not in rows:
+            continue  # a subset need not hold every probed sample
+        last_ID = reader.sample(rows[probe.id]).last_ID[torch.tensor(probe.states)]
+        predicted = head.logits(last_ID.to(head.device, head.dtype)).argmax(-1).cpu()
+        right += int((predicted == torch.tensor(probe.tokens)).sum())
+        total += len(probe.tokens)
+    if total and right < AGREEMENT[reader.codec] * total:
+        raise CacheMismatchError(
+            f"{reader.path}: the head reproduces {right} of {total} of the target's own next tokens from the cached "
+            "last states. They are not the head's inputs (taken before the final norm, or of another model): build "
+            "the cache again with this target"
+        )
+    return right / total if total else 1.0
+
+
+def _rows_of(reader: CacheReader) -> list[tuple[int, Any]]:
+    wanted = {probe.id: probe for probe in reader.manifest.probes}
+    return [(row, wanted[id]) for row, id in enumerate(reader.ids()) if id in wanted]
+
+
+class OnlineSource:
+    """The samples a lossless cache of the same responses would hold, from the target itself, without a cache.
+
+    ``data.path`` is the responses folder. All responses are tokenised when it opens; states are made when asked for.
+    """
+
+    def __init__(
+        self, target: Target, folder: str | Path, *, thinking: bool, max_length: int, micro_tokens: int
+    ) -> None:
+        responses = Responses(Path(folder))
+        settings = EncodeSettings(thinking, max_length, keep_truncated=True)
+        found, dropped = encode_rows(target.tokenizer, responses.rows(0, len(responses)), settings)
+        check_usable(len(found), dropped, responses.folder)
+        self._conversations: list[Conversation] = sorted(found, key=lambda conversation: conversation.id)
+        self._target, self._budget = target, micro_tokens
+        self.hidden: int = target.hidden_size
+        self.features = target.hidden_size * len(target.taps)
+
+    def ids(self) -> list[str]:
+        """All ids, ascending."""
+        return [conversation.id for conversation in self._conversations]
+
+    def lengths(self) -> list[int]:
+        """Tokens of every sample."""
+        return [len(conversation) for conversation in self._conversations]
+
+    def samples(self, rows: Sequence[int]) -> list[Sample]:
+        """Run the target over these conversations, in batches of similar length."""
+        chosen = [self._conversations[row] for row in rows]
+        made: dict[int, Sample] = {}
+        for group in batches([len(conversation) for conversation in chosen], self._budget, MAX_PADDING):
+            captured = capture(self._target, [chosen[place] for place in group])
+            made.update({place: to_sample(row) for place, row in zip(group, captured, strict=True)})
+        return [made[place] for place in range(len(chosen))]
+
+
+def open_online(config: DataConfig, target: Target, thinking: bool) -> OnlineSource:
+    """The responses in ``config.path`` through ``target``; raises ResponsesError for none or another thinking mode."""
+    return OnlineSource(
+        target, config.path, thinking=thinking, max_length=config.max_length, micro_tokens=config.micro_tokens
+    )
