@@ -10,7 +10,6 @@ import logging
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from deepspec.models.masks import Blocks, block_mask_mod, dense_mask
 from deepspec.models.split_attention import split_attention
@@ -65,6 +64,8 @@ def _joined(context_BKSC: Tensor, own_BOKC: Tensor) -> Tensor:
 
 
 def _flex(q_BQHC, k_BKSC, v_BKSC, own_k_BOKC, own_v_BOKC, blocks: Blocks, scale: float) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
     run = _compiled_flex() if q_BQHC.is_cuda else flex_attention
     mask = _block_mask(blocks, k_BKSC.shape[2])
     k_BKTC, v_BKTC = _joined(k_BKSC, own_k_BOKC), _joined(v_BKSC, own_v_BOKC)
@@ -88,6 +89,8 @@ def _sdpa(q_BQHC, k_BKSC, v_BKSC, own_k_BOKC, own_v_BOKC, blocks: Blocks, scale:
 @functools.lru_cache(maxsize=2)
 def _block_mask(blocks: Blocks, context: int):
     """Built once per forward: ``blocks`` compares by identity, and the layers of one forward share it."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
     rows, queries = blocks.end_BN.shape[0], blocks.count * blocks.queries
     keys = context + blocks.count * blocks.own
     return create_block_mask(
@@ -97,4 +100,6 @@ def _block_mask(blocks: Blocks, context: int):
 
 @functools.cache
 def _compiled_flex():
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention)

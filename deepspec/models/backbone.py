@@ -5,6 +5,7 @@ injected context is new. One forward trains on N anchors and drafts one block. K
 Shapes: B rows, S context tokens, Q = N·G draft queries, D hidden size, F = M·D taps, H/K heads, C head dim.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm, Gemma3RotaryEmbedding
-from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextMLP, Gemma4TextRotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from deepspec.models.attention import attend
 from deepspec.models.draft_config import style_of
@@ -37,19 +35,29 @@ class Style:
     scalar: bool = False  # the layer's output is multiplied by a stored constant
 
 
-STYLES = {
-    "qwen3": Style(Qwen3RMSNorm, Qwen3MLP, Qwen3RotaryEmbedding),
-    "gemma3": Style(Gemma3RMSNorm, Gemma3MLP, Gemma3RotaryEmbedding, sandwich=True, by_layer_type=True),
-    "gemma4": Style(
-        Gemma4RMSNorm,
-        lambda config: Gemma4TextMLP(config, 0),
-        Gemma4TextRotaryEmbedding,
-        sandwich=True,
-        by_layer_type=True,
-        value_norm=True,
-        scalar=True,
-    ),
-}
+@functools.cache
+def layer_style(name: str) -> Style:
+    """The row of a style name (draft_config.style_of); its modelling file is imported here, and only its own."""
+    if name == "gemma3":
+        from transformers.models.gemma3 import modeling_gemma3 as gemma3
+
+        classes = (gemma3.Gemma3RMSNorm, gemma3.Gemma3MLP, gemma3.Gemma3RotaryEmbedding)
+        return Style(*classes, sandwich=True, by_layer_type=True)
+    if name == "gemma4":
+        from transformers.models.gemma4 import modeling_gemma4 as gemma4
+
+        return Style(
+            gemma4.Gemma4RMSNorm,
+            lambda config: gemma4.Gemma4TextMLP(config, 0),
+            gemma4.Gemma4TextRotaryEmbedding,
+            sandwich=True,
+            by_layer_type=True,
+            value_norm=True,
+            scalar=True,
+        )
+    from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+    return Style(qwen3.Qwen3RMSNorm, qwen3.Qwen3MLP, qwen3.Qwen3RotaryEmbedding)
 
 
 class Rotary:
@@ -69,7 +77,8 @@ class Rotary:
 def rotate(x_BTHC: Tensor, rope: Rope) -> Tensor:
     """Rotary embedding of all heads."""
     cos, sin = (part.unsqueeze(2) for part in rope)
-    return x_BTHC * cos + rotate_half(x_BTHC) * sin
+    first, second = x_BTHC.chunk(2, -1)
+    return x_BTHC * cos + torch.cat([-second, first], -1) * sin
 
 
 class DraftAttention(nn.Module):
@@ -137,6 +146,10 @@ class DraftLayer(nn.Module):
         own = attention.keys_values(normed, rope)
         return self.finish(x_BQD, attention.attend(attention.queries(normed, rope), context, own, blocks))
 
+    def fuse(self, embedded_BTD: Tensor, hidden_BTD: Tensor) -> Tensor:
+        """A fused layer's attention input [norm(embedding) ; norm(hidden)], [B, T, 2·D]."""
+        return torch.cat([self.input_layernorm(embedded_BTD), self.hidden_norm(hidden_BTD)], -1)
+
     def finish(self, residual_BQD: Tensor, attended_BQD: Tensor) -> Tensor:
         """Everything after the attention: residuals, norms, MLP."""
         if self.sandwich:
@@ -154,12 +167,12 @@ class Backbone(nn.Module):
 
     def __init__(self, config: PretrainedConfig, taps: int) -> None:
         super().__init__()
-        style, width = STYLES[style_of(config)], config.hidden_size
+        kind, width = layer_style(style_of(config)), config.hidden_size
         self.fc = nn.Linear(taps * width, width, bias=False)
-        self.hidden_norm = style.norm(width, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config, style) for _ in range(config.num_hidden_layers))
-        self.norm = style.norm(width, eps=config.rms_norm_eps)
-        self.rotary = Rotary(config, style)
+        self.hidden_norm = kind.norm(width, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config, kind) for _ in range(config.num_hidden_layers))
+        self.norm = kind.norm(width, eps=config.rms_norm_eps)
+        self.rotary = Rotary(config, kind)
         initialise(self, config.initializer_range)
 
     def context(self, taps_BSF: Tensor, positions_BS: Tensor) -> list[KeysValues]:

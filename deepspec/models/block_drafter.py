@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from deepspec.models.backbone import Backbone, KeysValues
-from deepspec.models.decode import Proposal
-from deepspec.models.draft_vocabulary import DraftVocabulary
+from deepspec.models.drafter_base import DraftState, TrainedDrafter, spread
 from deepspec.models.drafter_config import DrafterConfig
 from deepspec.models.frozen_head import FrozenHead
 from deepspec.models.heads import ConfidenceHead, MarkovHead
 from deepspec.models.kv_cache import KVCache
 from deepspec.models.masks import Blocks, decoding_blocks, training_blocks
+from deepspec.models.protocol import Proposal
 from deepspec.models.sampling import Distribution, Sampling
 
 
@@ -37,36 +37,7 @@ class BlockOutput:
     confidence_logits_BNG: Tensor | None
 
 
-class BlockState:
-    """Context keys and values of the rows being decoded; rows join and leave as in KVCache."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
-
-    @property
-    def rows(self) -> int:
-        """Active rows."""
-        return self.cache.rows
-
-    @property
-    def lengths(self) -> Tensor:
-        """Committed context per row, [rows]; the anchor stands at this position."""
-        return self.cache.lengths
-
-    def add(self, count: int = 1) -> slice:
-        """Activate rows without context."""
-        return self.cache.add(count)
-
-    def remove(self, row: int) -> int:
-        """Swap-remove a row; returns the index of the row that took its place."""
-        return self.cache.remove(row)
-
-    def truncate(self, lengths: Tensor | Sequence[int]) -> None:
-        """Roll every row back to ``lengths`` tokens of context."""
-        self.cache.truncate(lengths)
-
-
-class BlockDrafter(nn.Module):
+class BlockDrafter(TrainedDrafter):
     """DFlash and DSpark. ``hf_config`` is the drafter's own config (draft_config.draft_config)."""
 
     def __init__(
@@ -76,13 +47,9 @@ class BlockDrafter(nn.Module):
         head: FrozenHead,
         draft_ids: Sequence[int] | None = None,
     ) -> None:
-        super().__init__()
-        self.config, self.hf_config, self.head = config, hf_config, head
-        self.taps: tuple[int, ...] = tuple(hf_config.target_layer_ids)
-        self.block_size, self.mask_token_id = config.block_size, int(hf_config.mask_token_id)
-        self.temperatures: tuple[float, ...] | None = None  # of the confidence logits, one per position (STS)
+        super().__init__(config, hf_config, head, draft_ids)
+        self.mask_token_id = int(hf_config.mask_token_id)
         self.backbone = Backbone(hf_config, len(self.taps))
-        self.vocabulary = DraftVocabulary(head.vocab_size, draft_ids)
         width, rank = hf_config.hidden_size, config.markov_rank or 0
         self.markov_head = (
             MarkovHead(config.markov_head, head.vocab_size, self.vocabulary.size, rank, width) if rank else None
@@ -90,36 +57,14 @@ class BlockDrafter(nn.Module):
         self.confidence_head = (
             ConfidenceHead(width, rank if config.confidence_with_markov else 0) if config.confidence else None
         )
-        self.embed_tokens = nn.Embedding.from_pretrained(head.embed_VD.clone(), False) if config.own_embedding else None
         self.mask_embedding: nn.Parameter | None = None
         if config.learned_mask:
             self.mask_embedding = nn.Parameter(self.embed_mask().detach().clone())
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the drafter's own weights."""
-        return self.backbone.fc.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Of the drafter's own weights; ``head`` must be on it too."""
-        return self.backbone.fc.weight.device
-
-    @property
     def markov_weight_VR(self) -> Tensor | None:
         """W2, or None without a Markov head."""
         return None if self.markov_head is None else self.markov_head.markov_w2.weight
-
-    @property
-    def draft_ids_V(self) -> Tensor | None:
-        """Target ids of a reduced draft vocabulary, ascending; None for the whole one."""
-        return self.vocabulary.ids_V
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Input embeddings [..., D], scaled as the target scales them."""
-        if self.embed_tokens is None:
-            return self.head.embed(tokens).to(self.dtype)
-        return self.embed_tokens(tokens) * self.head.embed_scale
 
     def embed_mask(self) -> Tensor:
         """Input [D] of the positions after the anchor."""
@@ -127,22 +72,18 @@ class BlockDrafter(nn.Module):
             return self.mask_embedding
         return self.embed(torch.tensor(self.mask_token_id, device=self.head.embed_VD.device))
 
-    def forward(self, batch: Any) -> BlockOutput:
-        """``training_forward``, under the name that training engines call."""
-        return self.training_forward(batch)
-
     def training_forward(self, batch: Any) -> BlockOutput:
         """Hidden states of every block of a data.batch.DraftBatch, teacher-forced: x_{k-1} is the batch's token."""
         tokens_BS, anchors_BN = batch.tokens_BS, batch.anchors_BN
         size, at_BN = self.block_size, anchors_BN.clamp(min=0)
-        positions_BQ = _spread(batch.positions_BS.gather(1, at_BN), size)
+        positions_BQ = spread(batch.positions_BS.gather(1, at_BN), size)
         blocks = training_blocks(batch.segments_BS, anchors_BN, size, self.config.sliding_window)
         contexts = self.backbone.context(batch.taps_BSF.to(self.dtype), batch.positions_BS)
         hidden_BQD = self._fill(tokens_BS.gather(1, at_BN), positions_BQ, contexts, blocks)
         hidden_BNGD = hidden_BQD.unflatten(1, (-1, size))
         previous_BNGR = markov_BNGR = None
         if self.markov_head is not None:
-            index_BQ = _spread(at_BN, size).clamp(max=tokens_BS.shape[1] - 1)
+            index_BQ = spread(at_BN, size).clamp(max=tokens_BS.shape[1] - 1)
             previous_BNGR = self.markov_head.embed(tokens_BS.gather(1, index_BQ)).unflatten(1, (-1, size))
             markov_BNGR = self.markov_head(previous_BNGR, hidden_BNGD)
         return BlockOutput(hidden_BNGD, markov_BNGR, self._confidence(hidden_BNGD, previous_BNGR))
@@ -161,16 +102,16 @@ class BlockDrafter(nn.Module):
             return None
         return self.confidence_head(hidden, previous if self.config.confidence_with_markov else None)
 
-    def start(self, rows: int, max_length: int) -> BlockState:
+    def start(self, rows: int, max_length: int) -> DraftState:
         """State for up to ``rows`` rows of at most ``max_length`` context tokens; none is active yet."""
         attention: Any = self.backbone.layers[0].self_attn
         layers, shape = len(self.backbone.layers), (attention.kv_heads, attention.head_dim)
-        return BlockState(KVCache(layers, rows, max_length, *shape, dtype=self.dtype, device=self.device))
+        return DraftState(KVCache(layers, rows, max_length, *shape, dtype=self.dtype, device=self.device))
 
     @torch.inference_mode()
     def extend(
         self,
-        state: BlockState,
+        state: DraftState,
         tokens_BT1: Tensor,
         taps_BTF: Tensor,
         counts_B: Tensor | Sequence[int],
@@ -193,7 +134,7 @@ class BlockDrafter(nn.Module):
     @torch.inference_mode()
     def propose(
         self,
-        state: BlockState,
+        state: DraftState,
         anchor_B: Tensor,
         sampling: Sampling,
         uniforms_BG: Tensor,
@@ -204,11 +145,11 @@ class BlockDrafter(nn.Module):
 
         ``uniforms_BG`` in [0, 1) decide the draws; ``greedy`` proposes the argmax with all mass on it.
         """
-        positions_BG = _spread(state.lengths[:, None], self.block_size)
+        positions_BG = spread(state.lengths[:, None], self.block_size)
         blocks = decoding_blocks(state.lengths, self.block_size, self.config.sliding_window)
         contexts = [state.cache.view(layer) for layer in range(len(self.backbone.layers))]
         hidden_BGD = self._fill(anchor_B[:, None], positions_BG, contexts, blocks)[:, :length]
-        base_BGV = self.vocabulary.head(self.head).logits(hidden_BGD.to(self.head.dtype)).float()
+        base_BGV = self.base_logits(hidden_BGD)
         sampling = Sampling() if greedy else sampling
         if self.markov_head is None:
             q = self.vocabulary.distribution(base_BGV, sampling)
@@ -245,8 +186,3 @@ class BlockDrafter(nn.Module):
         if self.temperatures is not None:
             logits_BG = logits_BG / torch.tensor(self.temperatures[: logits_BG.shape[1]], device=logits_BG.device)
         return torch.sigmoid(logits_BG)
-
-
-def _spread(start_BN: Tensor, size: int) -> Tensor:
-    """start, start + 1, … start + size − 1 of every block, [B, N·size]."""
-    return (start_BN[..., None] + torch.arange(size, device=start_BN.device)).flatten(1)

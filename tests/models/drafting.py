@@ -6,7 +6,9 @@ from deepspec.data.batch import DraftBatch, Sample, collate
 from deepspec.models.block_drafter import BlockDrafter
 from deepspec.models.draft_config import draft_config
 from deepspec.models.drafter_config import DrafterConfig
+from deepspec.models.eagle3 import Eagle3Drafter
 from deepspec.models.frozen_head import FrozenHead
+from deepspec.models.sampling import Distribution, Sampling
 from tests.tiny import VOCAB, tiny_config
 
 WIDTH, TAPS = 32, (0, 1, 2)
@@ -62,17 +64,38 @@ def shake(module, seed=5):
 def drafter(family="qwen3", draft_ids=None, config_overrides=None, **options):
     """A tiny shaken drafter; two layers for block drafters."""
     options.setdefault("block_size", 4)
-    options.setdefault("layers", 2)
+    eagle = options.get("kind") == "eagle3"
+    options.setdefault("layers", 1 if eagle else 2)
     if options.get("kind", "dspark") == "dspark":
         options.setdefault("markov_rank", 6)
     if draft_ids is not None:
         options["draft_vocab_size"] = len(draft_ids)
     cfg = DrafterConfig(**options)
     hf_config = draft_config(cfg, tiny_config(family, **(config_overrides or {})), TAPS, VOCAB)
-    return shake(BlockDrafter(cfg, hf_config, frozen_head(family), draft_ids).eval())
+    kind = Eagle3Drafter if eagle else BlockDrafter
+    return shake(kind(cfg, hf_config, frozen_head(family), draft_ids).eval())
 
 
 def logits(drafter_, hidden, markov=None):
     """Draft logits of hidden states, the definition: capped head plus Markov bias."""
     out = drafter_.vocabulary.head(drafter_.head).logits(hidden)
     return out if markov is None else out + markov @ drafter_.markov_weight_VR.T
+
+
+def forced_proposal(drafter_, state, anchor_1, following):
+    """One proposal whose draws are forced to the ids ``following``: (draft logits [G, V], the proposal)."""
+    size, seen = drafter_.block_size, []
+    following = torch.cat([following, torch.zeros(size, dtype=torch.long)])[:size]
+
+    def distribution(row_logits, sampling):
+        at = sum(part.shape[0] for part in seen)
+        block = row_logits.dim() == 3
+        seen.append(row_logits[0] if block else row_logits)
+        return Distribution.one_hot(following[None] if block else following[at : at + 1], VOCAB)
+
+    drafter_.vocabulary.distribution = distribution  # hides the method
+    try:
+        proposal = drafter_.propose(state, anchor_1, Sampling(), torch.zeros(1, size), size)
+    finally:
+        del drafter_.vocabulary.distribution
+    return torch.cat(seen), proposal

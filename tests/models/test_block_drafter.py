@@ -1,11 +1,11 @@
-"""The block drafter: training on N anchors equals N decoding calls, packing changes nothing, frozen parts stay frozen."""
+"""The block drafter: N-anchor training equals N decoding calls, packing changes nothing, frozen parts stay frozen."""
 
 import pytest
 import torch
 
 from deepspec.models.draft_vocabulary import most_frequent
 from deepspec.models.sampling import Sampling
-from tests.models.drafting import TAPS, WIDTH, batch, drafter, logits, samples
+from tests.models.drafting import TAPS, WIDTH, batch, drafter, forced_proposal, logits, samples
 from tests.tiny import VOCAB
 
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
@@ -64,33 +64,7 @@ def decoded(model, sample, anchor, cuts=()):
         if start < stop:
             tokens = sample.tokens_S[None, start : stop + 1]
             model.extend(state, tokens, sample.taps_SF[None, start:stop], [stop - start])
-    seen, forced = [], sample.tokens_S[anchor + 1 :].tolist() + [0] * model.block_size
-    original = model.vocabulary.distribution
-
-    class Forced:
-        def __init__(self, row_logits):
-            self.row_logits = row_logits
-
-        def sample(self, uniforms):
-            seen.append(self.row_logits)
-            if self.row_logits.dim() == 3:
-                return uniforms.long()
-            return torch.tensor([forced[len(seen) - 1]])
-
-    model.vocabulary.distribution = lambda row_logits, sampling: Forced(row_logits)
-    stack = torch.stack
-    try:
-        from deepspec.models import block_drafter
-
-        kept = block_drafter.Distribution.stack
-        block_drafter.Distribution.stack = staticmethod(lambda qs: None)
-        proposal = model.propose(
-            state, sample.tokens_S[anchor : anchor + 1], Sampling(), torch.zeros(1, model.block_size), model.block_size
-        )
-    finally:
-        model.vocabulary.distribution = original
-        block_drafter.Distribution.stack = kept
-    found = seen[0][0] if seen[0].dim() == 3 else stack([part[0] for part in seen])
+    found, proposal = forced_proposal(model, state, sample.tokens_S[anchor : anchor + 1], sample.tokens_S[anchor + 1 :])
     return found, None if proposal.confidence_BG is None else proposal.confidence_BG[0]
 
 
