@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_FIRST_POSITIONS = 256
+
 
 class CacheFullError(ValueError):
     """More rows or positions than the cache was made for."""
@@ -22,11 +24,12 @@ def _per_layer(value: int | Sequence[int], layers: int, name: str) -> list[int]:
 
 
 class KVCache:
-    """Slabs [rows, K, max_length + 1, C] per layer. Rows 0…n−1 are active and hold ``lengths[row]`` valid positions.
+    """Slabs [rows, K, positions + 1, C] per layer. Rows 0…n−1 are active and hold ``lengths[row]`` valid positions.
 
-    A forward appends in every layer at the current lengths, then calls ``advance`` once. The extra position past
-    ``max_length`` swallows writes of padding, so ragged appends need no branches. Removing a row moves the last one
-    into its place; rolling back is lowering a length.
+    A forward appends in every layer at the current lengths, then calls ``advance`` once. The extra last position
+    swallows writes of padding, so ragged appends need no branches. Removing a row moves the last one into its place;
+    rolling back is lowering a length. Positions double up to ``max_length`` as rows need them: a rare copy, instead of
+    memory for every row to become as long as the longest could.
     """
 
     def __init__(
@@ -42,10 +45,12 @@ class KVCache:
         heads, dims = _per_layer(kv_heads, num_layers, "kv_heads"), _per_layer(head_dim, num_layers, "head_dim")
         self.capacity, self.max_length, self.device = rows, max_length, torch.device(device)
         self.rows = 0
+        self._parent: KVCache | None = None
+        self._first_row = 0
+        positions = min(max_length, _FIRST_POSITIONS)
         # Zeros, not empty: a masked position still multiplies its value, and 0·NaN would be NaN.
         self.keys = [
-            torch.zeros(rows, k, max_length + 1, c, dtype=dtype, device=device)
-            for k, c in zip(heads, dims, strict=True)
+            torch.zeros(rows, k, positions + 1, c, dtype=dtype, device=device) for k, c in zip(heads, dims, strict=True)
         ]
         self.values = [torch.zeros_like(slab) for slab in self.keys]
         self._host = torch.zeros(rows, dtype=torch.long)
@@ -67,6 +72,11 @@ class KVCache:
         return self._host[: self.rows]
 
     @property
+    def positions(self) -> int:
+        """Positions allocated per row; the index of the one that swallows padding."""
+        return self.keys[0].shape[2] - 1
+
+    @property
     def longest(self) -> int:
         """Largest length of the active rows, known on the host."""
         return int(self._host[: self.rows].max()) if self.rows else 0
@@ -78,10 +88,33 @@ class KVCache:
         view = KVCache.__new__(KVCache)
         view.capacity = view.rows = stop - start
         view.max_length, view.device = self.max_length, self.device
-        view.keys = [slab[start:stop] for slab in self.keys]
-        view.values = [slab[start:stop] for slab in self.values]
+        view._parent, view._first_row = self, start
+        view._share_slabs()
         view._host, view._device = self._host[start:stop], self._device[start:stop]
         return view
+
+    def _share_slabs(self) -> None:
+        assert self._parent is not None
+        rows = slice(self._first_row, self._first_row + self.capacity)
+        self.keys = [slab[rows] for slab in self._parent.keys]
+        self.values = [slab[rows] for slab in self._parent.values]
+
+    def reserve(self, positions: int) -> None:
+        """Make room for ``positions`` per row; CacheFullError beyond max_length."""
+        if positions > self.max_length:
+            raise CacheFullError(f"a row of {positions} positions exceeds max_length {self.max_length}")
+        if positions <= self.positions:
+            return
+        if self._parent is not None:
+            self._parent.reserve(positions)
+            self._share_slabs()
+            return
+        wanted, used = min(self.max_length, max(positions, 2 * self.positions)), self.positions
+        for slabs in (self.keys, self.values):
+            for layer, slab in enumerate(slabs):
+                grown = slab.new_zeros(*slab.shape[:2], wanted + 1, slab.shape[3])
+                grown[: self.rows, :, :used] = slab[: self.rows, :, :used]
+                slabs[layer] = grown
 
     def add(self, count: int = 1) -> slice:
         """Activate ``count`` rows of length 0 and return their range; CacheFullError beyond the capacity."""
@@ -132,15 +165,17 @@ class KVCache:
         dropped. Lengths change only in ``advance``."""
         tokens = k_nKTC.shape[2]
         host = self.host_lengths
+        needed = self.longest + tokens
+        self.reserve(needed if counts_n is None else min(needed, self.max_length))
         keys, values = self.keys[layer][: self.rows], self.values[layer][: self.rows]
         if counts_n is None and int(host.min()) == (start := int(host.max())):
             keys[:, :, start : start + tokens] = k_nKTC
             values[:, :, start : start + tokens] = v_nKTC
             return
         steps = torch.arange(tokens, device=self.device)
-        positions_nT = (self.lengths[:, None] + steps).clamp_max_(self.max_length)
+        positions_nT = (self.lengths[:, None] + steps).clamp_max_(self.positions)
         if counts_n is not None:
-            positions_nT = positions_nT.masked_fill_(steps >= counts_n[:, None], self.max_length)
+            positions_nT = positions_nT.masked_fill_(steps >= counts_n[:, None], self.positions)
         rows_n1 = torch.arange(self.rows, device=self.device)[:, None]
         keys[rows_n1, :, positions_nT] = k_nKTC.transpose(1, 2)
         values[rows_n1, :, positions_nT] = v_nKTC.transpose(1, 2)
@@ -148,5 +183,5 @@ class KVCache:
     def view(self, layer: int, extra: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values [n, K, L, C] of the active rows, L = longest length + ``extra`` positions appended but not
         yet advanced. Positions past a row's length are stale: mask them."""
-        stop = min(self.longest + extra, self.max_length)
+        stop = min(self.longest + extra, self.positions)
         return self.keys[layer][: self.rows, :, :stop], self.values[layer][: self.rows, :, :stop]

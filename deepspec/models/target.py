@@ -246,6 +246,8 @@ class Target:
         plan = RaggedPlan(counts, self.windows, cache, self.device, self.dtype)
         if cache is not None and plan.total > cache.max_length:
             raise TargetError(f"a row of {plan.total} tokens exceeds the cache's max_length {cache.max_length}")
+        if cache is not None:
+            cache.reserve(plan.total)
         if max(counts) < width:
             tokens_BT = tokens_BT[:, : max(counts)]
         wanted = (
