@@ -153,11 +153,6 @@ def _check_fit(cfg: DrafterConfig, target: PretrainedConfig, vocab_size: int) ->
         raise DrafterConfigError(
             f"drafter.draft_vocab_size={cfg.draft_vocab_size} exceeds the target's vocabulary of {vocab_size} tokens"
         )
-    if cfg.sliding_window is not None and cfg.sliding_window < cfg.block_size:
-        raise DrafterConfigError(
-            f"drafter.sliding_window={cfg.sliding_window} is shorter than drafter.block_size={cfg.block_size}: a block "
-            "must see itself; raise one or lower the other"
-        )
 
 
 def _qwen3_fields(target: PretrainedConfig) -> dict[str, Any]:

@@ -1,5 +1,340 @@
-"""Build, save and load drafters in the layout of the published DeepSpec checkpoints."""
+"""Build, save and load drafters in the layout of the published DeepSpec checkpoints, with checks against the target.
 
+A folder holds config.json and model.safetensors under the published tensor names; what those formats do not say is in
+config.json's ``deepspec`` object. Knows no training and no serving engine.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from deepspec import files
+from deepspec.models import families
+from deepspec.models.block_drafter import BlockDrafter
+from deepspec.models.draft_config import ARCHITECTURES, draft_config, read_options
+from deepspec.models.drafter_base import TrainedDrafter
 from deepspec.models.drafter_config import DrafterConfig, DrafterConfigError
+from deepspec.models.eagle3 import Eagle3Drafter
+from deepspec.models.frozen_head import FrozenHead
+from deepspec.models.target import Target
 
-__all__ = ["DrafterConfig", "DrafterConfigError"]
+__all__ = [
+    "AnchorLayoutError",
+    "CheckpointError",
+    "DrafterConfig",
+    "DrafterConfigError",
+    "WrongTargetError",
+    "build",
+    "load",
+    "read_config",
+    "save",
+    "update_metadata",
+]
+
+FORMAT_VERSION = 1
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# Modules that only group tensors in the program; the files name their tensors without them.
+_GROUPS = ("backbone.", "vocabulary.")
+_EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+class CheckpointError(ValueError):
+    """A drafter folder that cannot be read; the message names the file, the field or tensor, and the remedy."""
+
+
+class WrongTargetError(CheckpointError):
+    """A drafter made for another target than the one it is to serve."""
+
+
+class AnchorLayoutError(CheckpointError):
+    """A checkpoint whose anchor predicts nothing: another block layout than this project's (traps.md 4)."""
+
+
+def build(
+    cfg: DrafterConfig,
+    target_config: PretrainedConfig,
+    head: FrozenHead,
+    taps: Sequence[int],
+    *,
+    draft_ids: Sequence[int] | None = None,
+    seed: int = 0,
+) -> BlockDrafter | Eagle3Drafter:
+    """A new drafter in float32 on the head's device, its initial weights a function of ``seed`` alone.
+
+    ``draft_ids`` are the ascending target ids of a reduced vocabulary (draft_vocabulary.most_frequent), needed exactly
+    when ``cfg.draft_vocab_size`` is set. Raises DrafterConfigError where options, target and ids do not fit.
+    """
+    if (cfg.draft_vocab_size is None) != (draft_ids is None) or len(draft_ids or ()) != (cfg.draft_vocab_size or 0):
+        given = "none" if draft_ids is None else str(len(draft_ids))
+        raise DrafterConfigError(
+            f"drafter.draft_vocab_size={cfg.draft_vocab_size} and {given} draft_ids contradict each other: give as "
+            "many ids as the size (draft_vocabulary.most_frequent), or neither"
+        )
+    config = draft_config(cfg, target_config, taps, head.vocab_size)
+    if config.hidden_size != head.hidden_size:
+        raise WrongTargetError(
+            f"the target's config has hidden_size {config.hidden_size}, its head {head.hidden_size}: they belong to "
+            "different targets"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        drafter = _construct(cfg, config, head, draft_ids)
+    return drafter.to(head.device)
+
+
+def _construct(
+    cfg: DrafterConfig, config: PretrainedConfig, head: FrozenHead, draft_ids: Sequence[int] | None
+) -> BlockDrafter | Eagle3Drafter:
+    return (Eagle3Drafter if cfg.kind == "eagle3" else BlockDrafter)(cfg, config, head, draft_ids)
+
+
+def save(
+    drafter: TrainedDrafter,
+    folder: str | Path,
+    *,
+    target_name: str | None = None,
+    target_fingerprint: str | None = None,
+    thinking: bool | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    include_head: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    state: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write ``drafter`` to ``folder``, atomically, config.json last.
+
+    The target's embedding and head are left out unless ``include_head``; a reduced vocabulary always stores its rows of
+    the head, as engines need them. ``dtype`` is bfloat16 or float32. ``state`` replaces the drafter's own state_dict
+    (an average of weights, or a gathered sharded one). Facts not given keep the values of the checkpoint that the
+    drafter was loaded from. Raises ValueError for another dtype.
+    """
+    from safetensors.torch import save_file
+
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"dtype={dtype} is not stored: choose torch.bfloat16 or torch.float32")
+    target = dict(drafter.metadata.get("target") or {})
+    target |= {k: v for k, v in (("name", target_name), ("fingerprint", target_fingerprint)) if v is not None}
+    metadata = drafter.metadata | {
+        "format_version": FORMAT_VERSION,
+        "kind": drafter.config.kind,
+        "sample_from_anchor": True,
+        "target": target,
+        "thinking": drafter.metadata.get("thinking") if thinking is None else thinking,
+        "temperatures": None if drafter.temperatures is None else list(drafter.temperatures),
+        "own_embedding": drafter.config.own_embedding,
+        "learned_mask": drafter.config.learned_mask,
+        "sliding_window": drafter.config.sliding_window,
+        "provenance": files.provenance() | dict(provenance or {}),
+        **dict(extra or {}),
+    }
+    tensors = _tensors(drafter, drafter.state_dict() if state is None else state, dtype, include_head)
+    with files.atomic_write(Path(folder) / WEIGHTS) as temporary:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+    files.write_json(Path(folder) / CONFIG, _config_fields(drafter, dtype) | {"deepspec": metadata})
+
+
+def _tensors(
+    drafter: TrainedDrafter, state: Mapping[str, Tensor], dtype: torch.dtype, include_head: bool
+) -> dict[str, Tensor]:
+    found = {published_name(name): tensor for name, tensor in state.items()}
+    if include_head:
+        found.setdefault(_EMBED, drafter.head.embed_VD)
+    if include_head or drafter.draft_ids_V is not None:
+        found[_HEAD] = drafter.vocabulary.head(drafter.head).head_VD
+    return {
+        # copies, as safetensors refuses tensors that share memory (a tied embedding and head)
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True).contiguous()
+        for name, tensor in found.items()
+    }
+
+
+def published_name(name: str) -> str:
+    """A tensor's name in the published checkpoints from its name in the module."""
+    return next((name.removeprefix(group) for group in _GROUPS if name.startswith(group)), name)
+
+
+def _config_fields(drafter: TrainedDrafter, dtype: torch.dtype) -> dict[str, Any]:
+    config = drafter.hf_config
+    fields = config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
+    if families.family_of(config).drafter_style == "gemma4":  # engines read these under their older names
+        layer: Any = config.per_layer_config[0]
+        fields |= {"global_head_dim": layer.head_dim, "num_global_key_value_heads": layer.num_key_value_heads}
+    return fields
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """A drafter folder's config.json; its ``deepspec`` object is {} in checkpoints of others.
+
+    Raises CheckpointError for a folder without one, an architecture that is not a drafter of this layout, a newer
+    format, and AnchorLayoutError for another block layout.
+    """
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} does not exist: {folder} is not a drafter checkpoint (training writes last, best)"
+        )
+    fields = files.read_json(path)
+    metadata = fields.setdefault("deepspec", {})
+    architecture = (fields.get("architectures") or [None])[0]
+    if architecture not in ARCHITECTURES.values():
+        raise CheckpointError(
+            f"{path}: architectures {fields.get('architectures')} is none of {', '.join(ARCHITECTURES.values())}: "
+            "convert the checkpoint to the DeepSpec layout first"
+        )
+    if metadata.get("format_version", FORMAT_VERSION) > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: deepspec.format_version {metadata['format_version']} is newer than {FORMAT_VERSION}: "
+            "update deepspec"
+        )
+    for place in (fields, metadata):
+        if place.get("sample_from_anchor", True) is not True:
+            raise AnchorLayoutError(
+                f"{path}: sample_from_anchor is {place['sample_from_anchor']!r}: in that layout the anchor predicts "
+                "nothing, and drafting with it here would accept about one token; train a drafter in this layout"
+            )
+    return fields
+
+
+def update_metadata(folder: str | Path, **facts: Any) -> None:
+    """Replace fields of the ``deepspec`` object (for instance ``temperatures``) without touching the weights."""
+    fields = read_config(folder)
+    fields["deepspec"] |= facts
+    files.write_json(Path(folder) / CONFIG, fields)
+
+
+def load(
+    folder: str | Path,
+    head: FrozenHead | Target | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> BlockDrafter | Eagle3Drafter:
+    """The drafter of a folder, in evaluation mode.
+
+    ``head`` is the target, or its embedding and head; with the target its fingerprint is checked too. None takes both
+    from the folder, which must then contain them. ``dtype`` and ``device`` default to those of ``head``, else to
+    float32 on the CPU. Raises CheckpointError and its kinds, each before any weight is copied.
+    """
+    fields = read_config(folder)
+    metadata: dict[str, Any] = fields.pop("deepspec")
+    path = Path(folder)
+    try:
+        config = type(AutoConfig.for_model(fields["model_type"])).from_dict(fields)
+        cfg = read_options(config, metadata)
+    except DrafterConfigError as error:
+        raise CheckpointError(f"{path / CONFIG}: {error}") from error
+    if isinstance(head, Target):
+        _check_target(path, config, metadata, head)
+        head = FrozenHead.of(head)
+    tensors = _read_tensors(path)
+    if head is None:
+        head = _own_head(path, config, tensors)
+    _check_head(path, config, cfg, head, tensors)
+    draft_ids = None
+    if cfg.draft_vocab_size is not None:
+        if "d2t" not in tensors:
+            raise CheckpointError(f"{path / WEIGHTS}: no tensor d2t, needed by draft_vocab_size {cfg.draft_vocab_size}")
+        draft_ids = (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).tolist()
+    device, dtype = device or head.device, dtype or head.dtype
+    drafter = _construct(cfg, config, head.to(device), draft_ids)
+    _fill(path, drafter, tensors)
+    drafter.metadata = metadata
+    if metadata.get("temperatures"):
+        drafter.temperatures = tuple(metadata["temperatures"])
+    return drafter.to(device=device, dtype=dtype).eval()
+
+
+def _check_target(path: Path, config: PretrainedConfig, metadata: Mapping[str, Any], target: Target) -> None:
+    layers = getattr(config, "num_target_layers", target.num_layers)
+    for name, theirs, ours in (
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("num_target_layers", layers, target.num_layers),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+    ):
+        if theirs != ours:
+            raise WrongTargetError(f"{path / CONFIG}: {name} is {theirs}, target {target.name} has {ours}")
+    made_for = metadata.get("target") or {}
+    fingerprint = made_for.get("fingerprint")
+    if fingerprint is not None and fingerprint != target.fingerprint:
+        raise WrongTargetError(
+            f"{path / CONFIG}: this drafter was trained for target {made_for.get('name')} with fingerprint "
+            f"{fingerprint[:12]}…, but {target.name} has {target.fingerprint[:12]}…: use that target or train a drafter"
+        )
+
+
+def _check_head(
+    path: Path, config: PretrainedConfig, cfg: DrafterConfig, head: FrozenHead, tensors: Mapping[str, Tensor]
+) -> None:
+    for name, theirs, ours in (
+        ("hidden_size", config.hidden_size, head.hidden_size),
+        ("vocab_size", config.vocab_size, head.vocab_size),
+    ):
+        if theirs != ours:
+            raise WrongTargetError(f"{path / CONFIG}: {name} is {theirs}, the target's head has {ours}")
+    stored = tensors.get(_EMBED)
+    if stored is None or cfg.own_embedding or stored.shape != head.embed_VD.shape:
+        return
+    rows = torch.arange(0, head.vocab_size, max(1, head.vocab_size // 64))
+    mine, theirs = head.embed_VD[rows.to(head.device)].float().cpu(), stored[rows].float()
+    if float((mine - theirs).norm()) > 0.02 * float(theirs.norm()):
+        raise WrongTargetError(
+            f"{path / WEIGHTS}: {_EMBED} is not the embedding of the target given: this drafter belongs to another"
+        )
+
+
+def _own_head(path: Path, config: PretrainedConfig, tensors: Mapping[str, Tensor]) -> FrozenHead:
+    missing = [name for name in (_EMBED, _HEAD) if name not in tensors]
+    if missing or len(tensors[_HEAD]) != len(tensors[_EMBED]):
+        raise CheckpointError(
+            f"{path / WEIGHTS} does not hold the whole embedding and head ({', '.join(missing) or 'reduced head'}): "
+            "pass the target"
+        )
+    scale, cap = families.embed_scale(config), families.softcap(config)
+    return FrozenHead(tensors[_EMBED].float(), tensors[_HEAD].float(), embed_scale=scale, softcap=cap)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    shards = sorted(path.glob("*.safetensors"))
+    if not shards:
+        raise CheckpointError(f"{path} holds no .safetensors file: the checkpoint is incomplete")
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        try:
+            tensors |= load_file(shard)
+        except SafetensorError as error:
+            raise CheckpointError(f"{shard} is damaged ({error}): copy or train it again") from error
+    return tensors
+
+
+def _fill(path: Path, drafter: TrainedDrafter, tensors: Mapping[str, Tensor]) -> None:
+    """Copy the file's tensors into the module; every one of the module's must be there, in its shape."""
+    state = drafter.state_dict()
+    names = {name: published_name(name) for name in state}
+    optional = {"t2d", "d2t", "layer_scalar"}
+    missing = [new for new in names.values() if new not in tensors and new.split(".")[-1] not in optional]
+    if missing:
+        raise CheckpointError(f"{path / WEIGHTS} lacks {', '.join(sorted(missing))}: it does not match {CONFIG}")
+    ours = {*names.values(), _EMBED, _HEAD, "d2t", "t2d"}
+    unknown = sorted(name for name in tensors if name not in ours and not name.startswith("rotary_emb."))
+    if unknown:
+        raise CheckpointError(
+            f"{path / WEIGHTS} holds {', '.join(unknown)}, which {CONFIG} has no place for: without them the drafter "
+            "would draft differently"
+        )
+    for name, new in names.items():
+        if new not in tensors:
+            continue
+        if tensors[new].shape != state[name].shape:
+            raise CheckpointError(
+                f"{path / WEIGHTS}: {new} has shape {list(tensors[new].shape)}, {CONFIG} asks for "
+                f"{list(state[name].shape)}"
+            )
+        state[name] = tensors[new]
+    drafter.load_state_dict(state)

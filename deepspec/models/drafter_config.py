@@ -94,6 +94,11 @@ class DrafterConfig:
             (not block and self.learned_mask, "drafter.learned_mask=true", kind),
             (not block and self.mask_token_id is not None, f"drafter.mask_token_id={self.mask_token_id}", kind),
             (not block and self.sliding_window is not None, f"drafter.sliding_window={self.sliding_window}", kind),
+            (
+                self.sliding_window is not None and self.sliding_window < self.block_size,
+                f"drafter.sliding_window={self.sliding_window} (a block must see itself)",
+                f"drafter.block_size={self.block_size}",
+            ),
             (block and not self.qk_norm, "drafter.qk_norm=false", kind),
         )
         for wrong, first, second in contradictions:
