@@ -73,7 +73,9 @@ def drafter(family="qwen3", draft_ids=None, config_overrides=None, **options):
     cfg = DrafterConfig(**options)
     hf_config = draft_config(cfg, tiny_config(family, **(config_overrides or {})), TAPS, VOCAB)
     kind = Eagle3Drafter if eagle else BlockDrafter
-    return shake(kind(cfg, hf_config, frozen_head(family), draft_ids).eval())
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return shake(kind(cfg, hf_config, frozen_head(family), draft_ids).eval())
 
 
 def logits(drafter_, hidden, markov=None):
