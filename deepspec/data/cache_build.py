@@ -71,7 +71,7 @@ class Plan:
     def key(self, target: TargetConfig) -> str:
         """Fingerprint of everything that can be known without loading the target."""
         parts = [self.responses.digest(start, stop) for start, stop in self.ranges]
-        return _digest([vars(target), vars(self.settings), self._layout(), parts])
+        return _digest([vars(target), vars(self.settings), self.config.codec, self._layout(), parts])
 
     def identities(self, origin: Origin) -> list[str]:
         """One fingerprint per shard."""

@@ -18,8 +18,11 @@ import numpy as np
 import torch
 import zstandard
 
-# read-only buffers (files, zstd's output) are viewed as tensors and never written to
-warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+# Read-only buffers (files, zstd's output) are viewed as tensors and never written to; torch warns of that once per
+# process, here.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
 
 CHUNK_VALUES: Final = 1 << 18  # values decoded at a time: temporaries stay in the processor's cache
 ESCAPE: Final = -128

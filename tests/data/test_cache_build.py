@@ -1,0 +1,163 @@
+"""Building: killed at any point and continued, any number of ranks, one damaged shard alone, plans that changed."""
+
+import multiprocessing
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspec.data import cache_build
+from deepspec.data.cache import MANIFEST, DiskSpaceError, shard_name
+from deepspec.data.cache_build import build_cache
+from deepspec.data.cache_reader import CacheReader
+from deepspec.data.responses import ResponsesError, write_part
+from tests.data.killed_build import build
+from tests.data.little_chat import answered, built, chat_target, pipeline
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    reader = CacheReader(folder / "cache")
+    return {reader.id(row): reader.record(row) for row in range(len(reader))}
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((folder / "cache").glob("shard-*.parquet"))}
+
+
+def test_a_build_killed_at_random_points_ends_with_every_sample_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for the server that imports once and forks
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.data.killed_build"])
+    responses = answered(18)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        pipeline(folder, responses)
+
+    def run(*arguments) -> int | None:
+        process = context.Process(target=build, args=arguments)
+        process.start()
+        process.join(60)
+        return process.exitcode
+
+    assert run(str(whole), None, str(tmp_path / "calls")) == 0
+    calls = int((tmp_path / "calls").read_text())
+    draw = random.Random(7)
+    survivors = []
+    for kill in range(6):
+        # the last one may be past the end of what is left to do
+        assert run(str(killed), draw.randrange(50, calls // 2)) in (-9, 0), f"kill {kill}"
+        survivors.append(len(list((killed / "cache").glob("shard-*.parquet"))))
+    assert survivors == sorted(survivors)  # no finished shard is lost
+    assert survivors[0] < 5
+    assert run(str(killed), None) == 0
+    assert content(killed) == content(whole)
+    assert sorted(content(killed)) == [row.id for row in responses]
+    assert shards(killed) == shards(whole)
+    assert not list((killed / "cache").glob("*.tmp")) + list((killed / "cache").glob(".*.tmp"))
+
+
+def test_ranks_build_their_own_shards_and_the_last_one_finishes(tmp_path, monkeypatch):
+    one = built(tmp_path / "one", count=18)
+    three = pipeline(tmp_path / "three", answered(18))
+    target = chat_target()
+    for rank in (2, 0, 1):
+        monkeypatch.setattr(cache_build, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(cache_build, "world_size", lambda: 3)
+        manifest = build_cache(three, target)
+        assert (manifest is not None) == (rank == 1)
+    assert shards(Path(one.out)) == shards(Path(three.out))
+    assert [shard.rows for shard in manifest.shards] == [4, 4, 4, 4, 2]
+
+
+def test_a_damaged_shard_is_rebuilt_alone(tmp_path, capsys):
+    cfg = built(tmp_path)
+    before = shards(tmp_path)
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("*.parquet")}
+    (tmp_path / "cache" / shard_name(2)).unlink()
+    target, forwards = counting_target()
+    build_cache(cfg, target)
+    assert shards(tmp_path) == before
+    assert 0 < forwards() <= 4
+    changed = {path.name for path, time in times.items() if path.stat().st_mtime_ns != time}
+    assert changed == {shard_name(2), "index.parquet"}
+    capsys.readouterr()
+
+
+def counting_target():
+    target = chat_target()
+    seen = []
+    target.model.register_forward_hook(lambda *_: seen.append("model"))
+    target.decoder.register_forward_hook(lambda *_: seen.append("decoder"))
+    return target, lambda: seen.count("decoder")
+
+
+def test_a_finished_cache_is_left_alone(tmp_path, capsys):
+    cfg = built(tmp_path)
+    before = (tmp_path / "cache" / MANIFEST).read_bytes()
+    assert build_cache(cfg, None) is not None  # not even the target is loaded
+    assert "Nothing to do" in capsys.readouterr().out
+    assert (tmp_path / "cache" / MANIFEST).read_bytes() == before
+
+
+def test_a_longer_plan_keeps_whole_shards_and_a_shorter_one_removes_the_rest(tmp_path):
+    cfg = built(tmp_path, count=16)
+    old = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("shard-*.parquet")}
+    write_part(cfg.responses_dir / "part-000-000002.parquet", answered(5, seed=9, prefix="s"))
+    assert build_cache(cfg, chat_target()).rows == 21
+    new = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("shard-*.parquet")}
+    assert len(new) == 6
+    assert {name: new[name] for name in old} == old
+    (cfg.responses_dir / "part-000-000002.parquet").unlink()
+    assert build_cache(cfg, chat_target()).rows == 16
+    assert len(list((tmp_path / "cache").glob("shard-*.parquet"))) == 4
+
+
+@pytest.mark.parametrize("change", ["codec", "target", "response"])
+def test_changed_inputs_rebuild_the_shards(tmp_path, change):
+    cfg = built(tmp_path, count=8)
+    before = shards(tmp_path)
+    target = chat_target(seed=1 if change == "target" else 0)
+    if change == "codec":
+        cfg.cache.codec = "int8"
+    elif change == "target":
+        cfg.target.path = "another"
+    else:
+        write_part(cfg.responses_dir / "part-000-000001.parquet", answered(8, seed=5)[4:])
+    build_cache(cfg, target)
+    after = shards(tmp_path)
+    assert after[shard_name(1)] != before[shard_name(1)]
+    assert (after[shard_name(0)] == before[shard_name(0)]) == (change == "response")
+
+
+def test_too_little_disk_is_an_error_before_the_first_forward(tmp_path, monkeypatch):
+    cfg = pipeline(tmp_path, answered(8))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(cache_build.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    target, forwards = counting_target()
+    with pytest.raises(DiskSpaceError, match=r"cache=bf16.*1\.0 kB free.*cache=int8"):
+        build_cache(cfg, target)
+    assert forwards() == 0
+    cfg.cache.ignore_disk_space = True
+    assert build_cache(cfg, target) is not None
+
+
+def test_other_thinking_mode_and_missing_responses_are_errors(tmp_path):
+    cfg = pipeline(tmp_path, answered(8))
+    cfg.target.thinking = True
+    with pytest.raises(ResponsesError, match=r"thinking=false.*target\.thinking=true"):
+        build_cache(cfg, chat_target())
+    with pytest.raises(ResponsesError, match=r"holds no responses.*regenerate"):
+        build_cache(pipeline(tmp_path / "empty"), chat_target())
+
+
+def test_int8_target_states_are_near_the_lossless_ones(tmp_path):
+    exact, lossy = built(tmp_path / "a", count=6), built(tmp_path / "b", count=6, codec="int8")
+    readers = [CacheReader(Path(cfg.out) / "cache") for cfg in (exact, lossy)]
+    assert readers[1].manifest.bytes < readers[0].manifest.bytes
+    for row in range(6):
+        a, b = (reader.sample(row) for reader in readers)
+        error_F = (a.taps_SF.float() - b.taps_SF.float()).square().mean(0).sqrt()
+        assert torch.equal(a.tokens_S, b.tokens_S)
+        assert 0 < (error_F / a.taps_SF.float().std(0)).max() < 0.05

@@ -1,0 +1,158 @@
+"""Capture: which responses, in which batches, with which states; the target in process equals a lossless cache."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspec.data import cache_build
+from deepspec.data.cache import CacheMismatchError
+from deepspec.data.cache_reader import CacheReader
+from deepspec.data.capture import capture, probe, to_sample
+from deepspec.data.capture_plan import (
+    EncodeSettings,
+    Responses,
+    batches,
+    check_usable,
+    encode_rows,
+)
+from deepspec.data.loader import DataConfig, Loader
+from deepspec.data.responses import Response, ResponsesError, write_part
+from deepspec.data.training_data import open_cache, open_online, prove_head
+from deepspec.models.frozen_head import FrozenHead
+from tests.data.little_chat import answered, built, chat_target, pipeline
+
+SETTINGS = EncodeSettings(thinking=False, max_length=4096, keep_truncated=True)
+
+
+def conversations(target, count=9):
+    kept, dropped = encode_rows(target.tokenizer, answered(count), SETTINGS)
+    assert not dropped
+    return kept
+
+
+@pytest.mark.parametrize("family_taps", [None, [-1, 2]])
+def test_states_equal_a_plain_forward_of_each_conversation(family_taps):
+    target = chat_target(taps=family_taps)
+    found = conversations(target)
+    for conversation, row in zip(found, capture(target, found), strict=True):
+        tokens_1T = torch.tensor([conversation.tokens])
+        hidden = target.model(input_ids=tokens_1T, output_hidden_states=True, use_cache=False).hidden_states
+        # hidden_states[0] is the embedding, so the output of layer l is at l + 1
+        expected_SF = torch.cat([hidden[tap + 1][0] for tap in target.taps], -1)
+        torch.testing.assert_close(row.taps_SF.float(), expected_SF, rtol=2**-7, atol=1e-3)
+        (start, end) = conversation.spans[-1]
+        assert conversation.tokens[start:end] == row.tokens[start:end]
+        torch.testing.assert_close(row.last_ID.float(), hidden[-1][0, start - 1 : end - 1], rtol=2**-7, atol=1e-3)
+        assert row.last_ID.shape[0] == end - start
+
+
+def test_probe_is_the_models_own_next_token():
+    target = chat_target()
+    row = capture(target, conversations(target)[:1])[0]
+    own = target.model(input_ids=torch.tensor([row.tokens])).logits[0].argmax(-1)
+    start = row.spans[0][0]
+    found = probe(target, row)
+    agree = sum(own[start - 1 + state].item() == token for state, token in zip(found.states, found.tokens, strict=True))
+    assert len(found.tokens) == min(16, len(row.last_ID))
+    assert agree >= len(found.tokens) - 1  # bfloat16 states may swap a tie
+
+
+def test_batches_hold_every_row_once_within_budget_and_padding():
+    draw = random.Random(0)
+    for _ in range(50):
+        lengths = [min(4096, int(draw.lognormvariate(6, 1)) + 1) for _ in range(draw.randint(0, 300))]
+        budget = draw.choice([512, 4096, 16384])
+        groups = batches(lengths, budget, 0.05)
+        assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+        for group in groups:
+            padded = max(lengths[index] for index in group) * len(group)
+            assert len(group) == 1 or padded <= budget
+            assert padded - sum(lengths[index] for index in group) <= 0.05 * padded
+    assert len(batches([100] * 10, 1000, 0.05)) == 1
+
+
+def test_responses_are_read_in_order_across_parts(tmp_path):
+    rows = answered(11)
+    cfg = pipeline(tmp_path, rows)
+    found = Responses(cfg.responses_dir)
+    assert found.ids == [row.id for row in rows]
+    assert [row.tokens for row in found.rows(3, 9)] == [row.tokens for row in rows[3:9]]
+    assert found.digest(0, 4) != found.digest(4, 8)
+    assert len(Responses(cfg.responses_dir, limit=7)) == 7
+    write_part(cfg.responses_dir / "part-000-000002.parquet", rows[:1])
+    with pytest.raises(ResponsesError, match="'r000' twice"):
+        Responses(cfg.responses_dir)
+
+
+def test_unusable_responses_are_counted_by_reason():
+    tokenizer = chat_target().tokenizer
+    good = answered(3)
+    cut = Response("cut", good[0].messages, "length", False, {}, [5, 6, 7], "s")
+    long = Response("long", [{"role": "user", "content": "x" * 90}], "stop", False, {}, [5, 1], "s")
+    settings = EncodeSettings(thinking=False, max_length=80, keep_truncated=False)
+    kept, dropped = encode_rows(tokenizer, [*good, cut, long], settings)
+    assert dropped == Counter({"truncated": 1, "nothing supervised": 1})
+    assert [row.id for row in kept] == [row.id for row in good]
+    kept, _ = encode_rows(tokenizer, [cut], SETTINGS)
+    assert kept[0].tokens[-3:] == [5, 6, 7]  # no end of turn is made up
+    with pytest.raises(ResponsesError, match=r"9 of 12.*preview"):
+        check_usable(3, Counter({"nothing supervised": 9}), Path("responses"))
+
+
+@pytest.mark.parametrize("pack_tokens", [None, 256])
+def test_online_batches_equal_those_of_the_lossless_cache(tmp_path, pack_tokens):
+    target = chat_target()
+    cfg = built(tmp_path, target=target)
+    options = {"max_length": 100, "anchors": 8, "global_batch": 6, "micro_tokens": 300, "heldout": 0.2, "seed": 3}
+    cached = DataConfig(path=f"{cfg.out}/cache", pack_tokens=pack_tokens, **options)
+    online = DataConfig(source="online", path=str(cfg.responses_dir), pack_tokens=pack_tokens, **options)
+    a = Loader(open_cache(cached, cfg.target), cached, block_size=4)
+    b = Loader(open_online(online, target, thinking=False), online, block_size=4)
+    assert (a.steps_per_epoch, a.heldout_rows) == (b.steps_per_epoch, b.heldout_rows)
+    for step in range(2 * a.steps_per_epoch):
+        for mine, theirs in zip(a.step(step), b.step(step), strict=True):
+            assert mine.ids == theirs.ids
+            for name in ("tokens_BS", "positions_BS", "segments_BS", "supervised_BS", "last_row_BS", "anchors_BN"):
+                assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+            torch.testing.assert_close(mine.taps_BSF, theirs.taps_BSF, rtol=2**-7, atol=1e-3)
+            torch.testing.assert_close(mine.last_LD, theirs.last_LD, rtol=2**-7, atol=1e-3)
+
+
+def test_opening_for_training_proves_the_head(tmp_path):
+    target = chat_target()
+    cfg = built(tmp_path, target=target)
+    head, config = FrozenHead.of(target), DataConfig(path=f"{cfg.out}/cache")
+    open_cache(config, cfg.target, head=head, text_config=target.config)
+    assert prove_head(CacheReader(config.path), head) > 0.95
+    other = chat_target(seed=5)
+    with pytest.raises(CacheMismatchError, match="head fingerprint"):
+        open_cache(config, cfg.target, head=FrozenHead.of(other))
+    cfg.target.taps = [0, 2]
+    with pytest.raises(CacheMismatchError, match=r"taps \[0, 1, 2\]"):
+        open_cache(config, cfg.target, head=head)
+
+
+def test_states_that_are_not_the_heads_inputs_are_found_out(tmp_path, monkeypatch):
+    target = chat_target()
+
+    def other_states(target, found):
+        return [replace(row, last_ID=row.last_ID.flip(-1)) for row in capture(target, found)]
+
+    def own_tokens(target, row):
+        return probe(target, replace(row, last_ID=row.last_ID.flip(-1)))
+
+    monkeypatch.setattr(cache_build, "capture", other_states)
+    monkeypatch.setattr(cache_build, "probe", own_tokens)
+    cfg = built(tmp_path, target=target)
+    with pytest.raises(CacheMismatchError, match=r"reproduces \d+ of \d+.*before the final norm"):
+        open_cache(DataConfig(path=f"{cfg.out}/cache"), cfg.target, head=FrozenHead.of(target))
+
+
+def test_captured_rows_are_valid_samples():
+    target = chat_target()
+    for row in capture(target, conversations(target)):
+        to_sample(row).check()
