@@ -15,7 +15,7 @@ from deepspec.train.row_plan import RowPlan
 
 CPU_CHUNK_BYTES = 128 << 20
 DEVICE_CHUNK_BYTES = 1024 << 20
-CPU_TILE_BYTES = 2 << 20
+CPU_TILE_BYTES = 4 << 20
 LEAST_ACCEPTANCE = 1e-6  # floor under −log(acceptance) and its gradient
 
 # rows of the results; the first four are the terms, in the order of Coefficients
