@@ -61,7 +61,8 @@ def figure(name: str, draw: Draw, *, columns: int = 1, rows: int = 1, size: tupl
     # The page scales a figure down but never up, so that text has one size; its style sheet chooses the font.
     shown = f'<svg role="img" style="max-width:{1.36 * size[0] * 72:.0f}px" '
     svg = svg[svg.index("<svg") :].replace("<svg ", shown, 1)
-    return re.sub(r' ?(?:height|width)="[\d.]+pt"', "", svg, count=2)
+    svg = re.sub(r' ?(?:height|width)="[\d.]+pt"', "", svg, count=2)
+    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)  # figures share a page
 
 
 def _style(index: int) -> dict[str, Any]:

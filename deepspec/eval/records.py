@@ -19,6 +19,7 @@ class RecordError(ValueError):
 class Record:
     """A decoded prompt. ``rounds`` holds (proposed, accepted, committed) per verification, tokens.
 
+    ``prompt_digest`` names the prompt's token ids: a record answers these and no others.
     ``accepted`` is the verified prefix, ``committed`` what the answer kept of it and of the target's own token;
     it differs from accepted + 1 only in a round that a stop token or the token limit cut. The token that the prompt's
     own forward yields belongs to no round. ``wall`` and its parts ``prefill`` … ``other`` are seconds since the
@@ -28,6 +29,7 @@ class Record:
     dataset: str
     prompt: str
     turn: int
+    prompt_digest: str
     prompt_tokens: int
     tokens: list[int]
     finish: str

@@ -27,6 +27,7 @@ class Variant:
     block: int
     batch: int
     headline: bool = True  # False for the other blocks and batch sizes of a sweep
+    draft: str = "probabilistic"  # or greedy: the argmax is proposed, q one-hot
     drafter: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -42,6 +42,7 @@ def records(dataset: str, variant: Variant, count: int, strength: float, seed: i
                 dataset=dataset,
                 prompt=f"{dataset}/{index}",
                 turn=0,
+                prompt_digest="",
                 prompt_tokens=90,
                 tokens=list(range(tokens)),
                 finish="stop" if index % 9 else "length",
@@ -89,7 +90,7 @@ def results(datasets: list[str], drafters: dict[str, float], *, count: int = 20,
             for block in range(1, 8) if sweep else (7,):
                 headline = batch == 1 and block == 7
                 folder = {"folder": f"runs/tiny/drafters/{label}/best", "fingerprint": label * 3, "thinking": False}
-                variants.append((Variant(label, label, block, batch, headline, folder), strength))
+                variants.append((Variant(label, label, block, batch, headline, drafter=folder), strength))
     base = Variant(next(iter(drafters)), "dspark", 7, 1)
     answers = {name: records(name, base, count, 1.0) for name in datasets}
     for variant, strength in variants:

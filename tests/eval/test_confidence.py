@@ -8,7 +8,9 @@ from deepspec.eval.records import Record
 
 
 def record(rounds, confidence):
-    return Record("d", "p", 0, 1, [1], "stop", [tuple(item) for item in rounds], confidence, 1.0, 0.0, 0.0, 0.0, 1.0)
+    return Record(
+        "d", "p", 0, "", 1, [1], "stop", [tuple(item) for item in rounds], confidence, 1.0, 0.0, 0.0, 0.0, 1.0
+    )
 
 
 def test_only_positions_with_a_known_outcome_count():

@@ -11,7 +11,7 @@ PROMPT = [3, 5, 7, 11]
 
 
 def record(tokens, prompt="p"):
-    return Record("d", prompt, 0, len(PROMPT), list(tokens), "length", [], None, 1.0, 0.0, 0.0, 0.0, 1.0)
+    return Record("d", prompt, 0, "", len(PROMPT), list(tokens), "length", [], None, 1.0, 0.0, 0.0, 0.0, 1.0)
 
 
 def test_first_difference():

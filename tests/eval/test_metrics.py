@@ -13,6 +13,7 @@ def record(rounds, prompt="p", tokens=None, wall=1.0, confidence=None, draft=0.2
         dataset="d",
         prompt=prompt,
         turn=0,
+        prompt_digest="",
         prompt_tokens=3,
         tokens=list(range(count)),
         finish="stop",

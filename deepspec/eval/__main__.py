@@ -1,0 +1,321 @@
+"""``python -m deepspec.eval``: choose, decode, compare, report. The work is in the modules beside it."""
+
+import argparse
+import datetime
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspec import distributed
+from deepspec.eval import choose, cli, exactness, report, suites, summary, table
+from deepspec.eval.choose import Candidate
+from deepspec.eval.records import Record
+from deepspec.eval.run import Plan, RunConfig, Session, first_turns, next_turns
+from deepspec.eval.summary import PLAIN, Variant
+from deepspec.files import atomic_write, provenance, write_json
+from deepspec.models import drafter as checkpoints
+from deepspec.models.baselines import PromptLookup
+from deepspec.models.frozen_head import FrozenHead
+from deepspec.models.target import Target
+
+NGRAM_BLOCK = 7
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status: 0, 2 for what the user can mend, 3 when losslessness failed, 130."""
+    options = cli.parse(argv)
+    command = "python -m deepspec.eval " + shlex.join(sys.argv[1:] if argv is None else argv)
+    try:
+        with distributed_job():
+            return evaluate(options, command)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped. Run the same command again to continue; answers on disk are kept.", file=sys.stderr)
+        return 130
+
+
+class distributed_job:
+    """Join torchrun's process group (gloo: only barriers) for the time of the run."""
+
+    def __enter__(self) -> None:
+        self._own = distributed.world_size() > 1 and not torch.distributed.is_initialized()
+        if self._own:
+            torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(days=2))
+
+    def __exit__(self, *_: object) -> None:
+        if self._own:
+            torch.distributed.destroy_process_group()
+
+
+def evaluate(options: argparse.Namespace, command: str) -> int:
+    """The whole evaluation."""
+    drafters = choose.candidates(options.drafter) if options.drafter or not options.baselines else []
+    cfg = choose.target_config(options.target, drafters, options.dtype, options.thinking)
+    loaded = suites.load(
+        options.suite,
+        data_dir=options.data_dir,
+        demo_file=demo_file(drafters, cfg.name),
+        limit=options.limit,
+        seed=options.seed,
+        any_rows=options.any_rows,
+    )
+    target = Target.load(cfg, options.device)
+    warnings = [
+        text for item in drafters for text in choose.check_fit(item, target, options.thinking, options.allow_mismatch)
+    ]
+    variants = plan_variants(options, drafters)
+    warnings += threshold_warnings(options, variants)
+    for text in warnings:
+        say(f"\n!!! WARNING: {text}\n", sys.stderr)
+    output = options.output or Path("runs") / cfg.name / "eval" / default_name(options)
+    config = RunConfig(
+        options.sampling, options.max_new_tokens, options.thinking, options.seed, options.confidence_threshold
+    )
+    session = Session(target, config, output, quiet=options.quiet)
+    plan = first_turns(target, loaded, config)
+    if not any(plan.asks.values()):
+        reason = next((item["reason"] for skipped in plan.skipped.values() for item in skipped), "")
+        raise ValueError(f"no prompt can be decoded. {reason}")
+    decoded = decode_all(session, variants, drafters, plan, loaded, options)
+    if not distributed.is_main():
+        return 0
+    results = assemble(session, variants, decoded, plan, loaded, options, command, warnings)
+    return finish(results, output, options)
+
+
+def say(text: str, stream: Any = None) -> None:
+    """Print on the main rank."""
+    if distributed.is_main():
+        print(text, file=stream or sys.stdout, flush=True)
+
+
+def default_name(options: argparse.Namespace) -> str:
+    """Folder name of a run: its suites and temperature."""
+    names = "-".join(Path(name).stem for name in options.suite)
+    return f"{names}-t{options.temperature:g}" + ("-thinking" if options.thinking else "")
+
+
+def demo_file(drafters: Sequence[Candidate], target: str) -> Path:
+    """The held-out prompts of the run folder that a drafter lies in, else of the target's."""
+    file = Path("prompts") / "heldout.jsonl"
+    for item in drafters:
+        for folder in item.folder.parents:
+            if (folder / file).is_file():
+                return folder / file
+    return Path("runs") / target / file
+
+
+def plan_variants(options: argparse.Namespace, drafters: Sequence[Candidate]) -> list[Variant]:
+    """Plain decoding at every batch size, then each drafter and baseline: the headline block, then the sweep."""
+    out: list[Variant] = []
+    first = options.batch_size[0]
+    if not options.no_plain:
+        out += [Variant(PLAIN, PLAIN, 0, batch, batch == first) for batch in options.batch_size]
+    described = [(item.label, item.kind, item.block_size or NGRAM_BLOCK, describe(item)) for item in drafters]
+    described += [(name, name, options.block or NGRAM_BLOCK, {}) for name in options.baselines]
+    for label, kind, trained, facts in described:
+        if options.block is not None and not 1 <= options.block <= trained:
+            raise ValueError(f"--block {options.block}: drafter {label} was trained with block {trained}")
+        full = options.block or trained
+        swept = options.sweep_blocks if options.sweep_blocks is not None else []
+        blocks = swept or (range(1, full + 1) if options.sweep_blocks is not None else [])
+        if any(not 1 <= block <= full for block in blocks):
+            raise ValueError(f"--sweep-blocks {' '.join(map(str, blocks))}: drafter {label} takes 1 to {full}")
+        for draft in options.draft_sampling:
+            name = label if draft == options.draft_sampling[0] else f"{label}-{draft}"
+            for batch in options.batch_size:
+                for block in sorted({full, *blocks}):
+                    headline = batch == first and block == full
+                    out.append(Variant(name, kind, block, batch, headline, draft, facts))
+    return out
+
+
+def describe(item: Candidate) -> dict[str, Any]:
+    """What results.json says of a drafter."""
+    return {
+        "folder": str(item.folder),
+        "fingerprint": item.fingerprint(),
+        "thinking": item.thinking,
+        "block_size": item.block_size,
+        "confidence": item.confidence,
+        "trained_for": item.target,
+    }
+
+
+def threshold_warnings(options: argparse.Namespace, variants: Sequence[Variant]) -> list[str]:
+    """A threshold does nothing to a drafter without confidences: say so instead of failing the comparison."""
+    if options.confidence_threshold is None:
+        return []
+    bare = {item.label for item in variants if item.kind != PLAIN and not item.drafter.get("confidence")}
+    return [f"--confidence-threshold is not applied to {name}: it has no confidence head" for name in sorted(bare)]
+
+
+def decode_all(
+    session: Session,
+    variants: Sequence[Variant],
+    drafters: Sequence[Candidate],
+    plan: Plan,
+    loaded: Sequence[suites.Loaded],
+    options: argparse.Namespace,
+) -> dict[str, dict[str, list[Record]]]:
+    """Records by variant id. The first variant's answers are the history of later turns, for every variant alike."""
+    decoded: dict[str, dict[str, list[Record]]] = {}
+    for variant, drafter in load_each(variants, drafters, session.target):
+        reused = len(session.existing(variant, plan.asks))
+        if reused:
+            say(f"{variant.id}: {reused} answers are already in {session.output}")
+        decoded[variant.id] = session.decode(variant, drafter, plan.asks)
+        first = len(decoded) == 1
+        while first and options.turns == "all":
+            if not next_turns(plan, session.target, loaded, session.config, decoded[variant.id]):
+                break
+            decoded[variant.id] = session.decode(variant, drafter, plan.asks)
+    return decoded
+
+
+def load_each(
+    variants: Sequence[Variant], drafters: Sequence[Candidate], target: Target
+) -> Iterator[tuple[Variant, Any]]:
+    """Each variant with its drafter; one drafter is in memory at a time."""
+    held: tuple[str, Any] = ("", None)
+    for variant in variants:
+        folder = variant.drafter.get("folder", "")
+        if variant.kind == PLAIN:
+            yield variant, None
+        elif not folder:
+            yield variant, PromptLookup(target.vocab_size, variant.block)
+        else:
+            if held[0] != folder:
+                held = (folder, None)  # drop the previous one first
+                # the head alone skips the fingerprint check, which check_fit has done
+                held = (folder, checkpoints.load(folder, FrozenHead.of(target)))
+            yield variant, held[1]
+
+
+def assemble(
+    session: Session,
+    variants: Sequence[Variant],
+    decoded: dict[str, dict[str, list[Record]]],
+    plan: Plan,
+    loaded: Sequence[suites.Loaded],
+    options: argparse.Namespace,
+    command: str,
+    warnings: list[str],
+) -> dict[str, Any]:
+    """results.json: summaries of every variant, checked against plain decoding."""
+    target = session.target
+    domains = {item.name: item.domain for item in loaded}
+    plain = {item.batch: decoded[item.id] for item in variants if item.kind == PLAIN}
+    reference = plain.get(options.batch_size[0])
+    asked = {ask.key: ask.ids for asks in plan.asks.values() for ask in asks}
+    out = []
+    for variant in variants:
+        item = summary.variant_results(variant, decoded[variant.id], plain.get(variant.batch), domains, options.seed)
+        if reference is not None and decoded[variant.id] is not reference and options.sampling.greedy:
+            for name, records in decoded[variant.id].items():
+                ids = exactness.check(target, reference[name], records, lambda record: asked[record.key])
+                item["datasets"][name]["identity"] = ids
+        out.append(item)
+    return {
+        "format": summary.FORMAT,
+        "version": summary.VERSION,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "warnings": warnings,
+        "settings": settings(session, options),
+        "target": {"name": target.name, "path": target.path, "fingerprint": target.fingerprint},
+        "datasets": [describe_data(item, plan) for item in loaded],
+        "variants": out,
+        "comparison": summary.comparison(out),
+        "best_blocks": summary.best_blocks(out),
+        "provenance": provenance(),
+    }
+
+
+def settings(session: Session, options: argparse.Namespace) -> dict[str, Any]:
+    """The options that shaped the run."""
+    names = ("max_new_tokens", "turns", "thinking", "confidence_threshold", "limit", "seed", "batch_size")
+    return {
+        "suites": options.suite,
+        **vars(options.sampling),
+        "draft_sampling": options.draft_sampling,
+        **{name: getattr(options, name) for name in names},
+        "device": str(session.target.device),
+        "dtype": str(session.target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "processes": distributed.world_size(),
+    }
+
+
+def describe_data(item: suites.Loaded, plan: Plan) -> dict[str, Any]:
+    """Source and size of one data set."""
+    fields = ("name", "domain", "rows", "source", "revision", "digest", "published")
+    skipped = plan.skipped[item.name]
+    return {**{name: getattr(item, name) for name in fields}, "prompts": len(item.prompts), "skipped": skipped}
+
+
+def finish(results: dict[str, Any], output: Path, options: argparse.Namespace) -> int:
+    """Write results, tables and the report, print the tables and what to do next."""
+    write_json(output / "results.json", results)
+    tables = table.tables(results)
+    with atomic_write(output / "table.md") as temporary:
+        temporary.write_text("\n".join(one.markdown() for one in tables), encoding="utf-8")
+    for one in tables:
+        print("\n" + one.text())
+    for text in [*closing_lines(results), *results["warnings"]]:
+        print(text)
+    if table.headline(results):
+        print(f"report: {report.write(results, output)}")
+    print(f"next: {next_step(results, options, output)}")
+    different = sum(check["different"] for item in results["variants"] if (check := table.identity_total(item)))
+    return 3 if different else 0
+
+
+def closing_lines(results: dict[str, Any]) -> list[str]:
+    """Losslessness, empty answers, skipped prompts, in words."""
+    lines = []
+    for item in table.headline(results):
+        check = table.identity_total(item)
+        if check is not None:
+            verdict = "yes" if not check["different"] else "NO"
+            ties = f" ({check['ties']} more differ by a floating-point tie)" if check["ties"] else ""
+            lines.append(
+                f"{item['label']}: output identical to plain greedy decoding: {verdict}, {check['identical']} of "
+                f"{check['prompts']}{ties}"
+            )
+        empty = sum(data["empty"] for data in item["datasets"].values())
+        if empty:
+            lines.append(f"{item['label']}: {empty} answers are empty (the target ended its turn at once)")
+    for data in results["datasets"]:
+        if data["skipped"]:
+            lines.append(f"{data['name']}: {len(data['skipped'])} prompts left out. {data['skipped'][0]['reason']}")
+        if data["published"] is False:
+            lines.append(
+                f"{data['name']}: the prompts are not the published ones; do not compare with published figures"
+            )
+    return lines
+
+
+def next_step(results: dict[str, Any], options: argparse.Namespace, output: Path) -> str:
+    """The command that most runs want after this one."""
+    shown = table.headline(results)
+    if not shown:
+        return "pass --drafter to measure a drafter against this baseline"
+    if options.sweep_blocks is None and options.block is None:
+        return "the same command with --sweep-blocks finds the block length that is fastest here"
+    if any("reliability" in item["macro"] for item in shown):
+        return f"python -m deepspec.eval.calibrate --records {output}"
+    folders = [item["drafter"]["folder"] for item in shown if item["drafter"]]
+    if not folders:
+        return "the same command with --drafter FOLDER compares a trained drafter with the baseline"
+    return f"python -m deepspec.models.export {folders[0]} --to vllm"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""Decode every prompt with every variant: resumable, split over ranks, timed. Knows the decoding loop and records.
+
+Does not choose drafters and does not summarise.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deepspec import distributed
+from deepspec.data import chat
+from deepspec.eval import records
+from deepspec.eval.records import Record, Recorder
+from deepspec.eval.suites import Loaded, Prompt
+from deepspec.eval.summary import Variant
+from deepspec.models.decode import Completion, Timings, generate, prompt_problem
+from deepspec.models.sampling import Sampling
+from deepspec.models.target import Target
+
+WARM_UP_TOKENS = 8
+
+
+class RunError(ValueError):
+    """An evaluation that cannot go on."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What, besides the variant, decides an answer and its rounds."""
+
+    sampling: Sampling
+    max_new_tokens: int
+    thinking: bool
+    seed: int
+    confidence_threshold: float | None = None
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One answer to give: the conversation so far as token ids."""
+
+    dataset: str
+    prompt: str
+    turn: int
+    ids: tuple[int, ...]
+    messages: tuple[dict[str, Any], ...]
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """As in Record."""
+        return self.dataset, self.prompt, self.turn
+
+    @property
+    def index(self) -> int:
+        """The same whatever else is evaluated: limits, ranks and resumes do not change the draws."""
+        name = json.dumps(self.key).encode()
+        return int.from_bytes(hashlib.sha256(name).digest()[:7], "big")
+
+    @property
+    def digest(self) -> str:
+        """Names the token ids."""
+        return hashlib.sha256(",".join(map(str, self.ids)).encode()).hexdigest()[:16]
+
+
+@dataclass
+class Plan:
+    """Asks by data set, and the prompts that cannot be asked with the reason."""
+
+    asks: dict[str, list[Ask]]
+    skipped: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+
+
+def first_turns(target: Target, loaded: Sequence[Loaded], config: RunConfig) -> Plan:
+    """The first turn of every prompt; one that is too long or that the template refuses is skipped with its reason."""
+    plan = Plan({item.name: [] for item in loaded}, {item.name: [] for item in loaded})
+    for item in loaded:
+        for prompt in item.prompts:
+            _add(plan, target, config, prompt, 0, (*prompt.prefix, {"role": "user", "content": prompt.turns[0]}))
+    return plan
+
+
+def next_turns(
+    plan: Plan, target: Target, loaded: Sequence[Loaded], config: RunConfig, decoded: Mapping[str, Sequence[Record]]
+) -> list[Ask]:
+    """Extend the plan by each prompt's next turn, after the answers in ``decoded``; returns what was added."""
+    prompts = {(item.name, prompt.id): prompt for item in loaded for prompt in item.prompts}
+    answers = {record.key: record for answered in decoded.values() for record in answered}
+    latest = {(ask.dataset, ask.prompt): ask for asks in plan.asks.values() for ask in asks}
+    skipped = {(dataset, item["prompt"]) for dataset, items in plan.skipped.items() for item in items}
+    added = []
+    for (dataset, name), ask in latest.items():
+        prompt, turn = prompts[dataset, name], ask.turn + 1
+        if (dataset, name) not in skipped and turn < len(prompt.turns) and ask.key in answers:
+            answer = answers[ask.key].tokens
+            text = target.tokenizer.decode(answer, skip_special_tokens=True)
+            said = (*ask.messages, {"role": "assistant", "content": text})
+            new = _add(plan, target, config, prompt, turn, (*said, {"role": "user", "content": prompt.turns[turn]}))
+            added += [new] if new is not None else []
+    return added
+
+
+def _add(
+    plan: Plan, target: Target, config: RunConfig, prompt: Prompt, turn: int, messages: tuple[dict[str, Any], ...]
+) -> Ask | None:
+    try:
+        ids = tuple(chat.render_prompt(target.tokenizer, messages, config.thinking))
+        problem = prompt_problem(target, ids, config.max_new_tokens)
+    except chat.ChatError as error:
+        problem = str(error)
+    if problem is not None:
+        reason = f"prompt {prompt.id}, turn {turn + 1}: {problem}"
+        plan.skipped[prompt.dataset].append({"prompt": prompt.id, "reason": reason})
+        return None
+    ask = Ask(prompt.dataset, prompt.id, turn, ids, messages)
+    plan.asks[prompt.dataset].append(ask)
+    return ask
+
+
+class Session:
+    """Decodes variants into ``output``; every rank of a torchrun job makes one and takes its share of the prompts."""
+
+    def __init__(self, target: Target, config: RunConfig, output: Path, *, quiet: bool = False) -> None:
+        self.target, self.config, self.output = target, config, output
+        self.quiet = quiet or not distributed.is_main()
+
+    def settings(self, variant: Variant) -> str:
+        """Names everything that decides the rounds of a variant; records of another key are not reused."""
+        fields = {
+            "target": self.target.fingerprint,
+            "dtype": str(self.target.dtype),
+            "device": self.target.device.type,
+            "variant": variant.id,
+            "drafter": variant.drafter.get("fingerprint"),
+            "draft": variant.draft,
+            "threshold": self._threshold(variant),
+            "sampling": vars(self.config.sampling),
+            "max_new_tokens": self.config.max_new_tokens,
+            "thinking": self.config.thinking,
+            "seed": self.config.seed,
+        }
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _threshold(self, variant: Variant) -> float | None:
+        return self.config.confidence_threshold if variant.drafter.get("confidence") else None
+
+    def existing(self, variant: Variant, asks: Mapping[str, Sequence[Ask]]) -> dict[tuple[str, str, int], Record]:
+        """Records of earlier runs, under the same settings, that answer these very prompts."""
+        found = records.read(self.output.glob(f"records-{variant.id}-rank*.jsonl"), self.settings(variant))
+        wanted = {ask.key: ask.digest for group in asks.values() for ask in group}
+        return {key: record for key, record in found.items() if wanted.get(key) == record.prompt_digest}
+
+    def decode(self, variant: Variant, drafter: Any, asks: Mapping[str, Sequence[Ask]]) -> dict[str, list[Record]]:
+        """Records of all asks, in their order, by data set; only missing ones are decoded. Raises RunError."""
+        done = self.existing(variant, asks)
+        distributed.barrier()  # nobody writes before everybody has read
+        pending = [ask for group in asks.values() for ask in group if ask.key not in done]
+        mine = pending[distributed.rank() :: distributed.world_size()]
+        if mine:
+            path = self.output / f"records-{variant.id}-rank{distributed.rank()}.jsonl"
+            recorder = Recorder(path, self.settings(variant))
+            progress = Progress(variant, len(mine), len(done), self.quiet)
+            try:
+                self._warm_up(variant, drafter, mine[0])
+                for record in self._records(variant, drafter, mine, progress):
+                    recorder.add(record)
+                    progress.finished(record)
+            finally:
+                progress.close()
+                recorder.close()
+        distributed.barrier()
+        done = self.existing(variant, asks)
+        missing = [ask.key for group in asks.values() for ask in group if ask.key not in done]
+        if missing:
+            raise RunError(
+                f"{len(missing)} answers of {variant.id} are missing, the first is {missing[0]}: {self.output} must be "
+                "on a file system that all ranks share"
+            )
+        return {name: [done[ask.key] for ask in group] for name, group in asks.items() if group}
+
+    def _warm_up(self, variant: Variant, drafter: Any, ask: Ask) -> None:
+        """First-call costs (kernels, allocator) belong to no measurement."""
+        for _ in self._generate(variant, drafter, [ask], min(WARM_UP_TOKENS, self.config.max_new_tokens), None, None):
+            pass
+
+    def _records(self, variant: Variant, drafter: Any, asks: Sequence[Ask], progress: "Progress") -> Iterator[Record]:
+        """Decode one data set after another, so that each has seconds of its own."""
+        for dataset in dict.fromkeys(ask.dataset for ask in asks):
+            group = [ask for ask in asks if ask.dataset == dataset]
+            by_index = {ask.index: ask for ask in group}
+            if len(by_index) < len(group):
+                raise RunError(f"two prompts of {dataset} share a seed index: rename one")
+            timings, before, mark = Timings(), Timings(), time.perf_counter()
+            completions = self._generate(variant, drafter, group, self.config.max_new_tokens, timings, progress)
+            for completion in completions:
+                now = time.perf_counter()
+                yield _record(by_index[completion.index], completion, now - mark, timings, before)
+                before, mark = Timings(**vars(timings)), now
+
+    def _generate(
+        self,
+        variant: Variant,
+        drafter: Any,
+        asks: Sequence[Ask],
+        max_new_tokens: int,
+        timings: Timings | None,
+        progress: "Progress | None",
+    ) -> Iterator[Completion]:
+        return generate(
+            self.target,
+            [ask.ids for ask in asks],
+            indices=[ask.index for ask in asks],
+            drafter=drafter,
+            block=None if drafter is None else variant.block,
+            batch_size=variant.batch,
+            sampling=self.config.sampling,
+            max_new_tokens=max_new_tokens,
+            seed=self.config.seed,
+            confidence_threshold=self._threshold(variant),
+            greedy_draft=variant.draft == "greedy",
+            timings=timings,
+            progress=None if progress is None else progress.tokens,
+        )
+
+
+def _record(ask: Ask, completion: Completion, wall: float, after: Timings, before: Timings) -> Record:
+    parts = {name: getattr(after, name) - getattr(before, name) for name in ("prefill", "draft", "verify")}
+    rounds = completion.rounds
+    known = any(item.confidence is not None for item in rounds)
+    return Record(
+        dataset=ask.dataset,
+        prompt=ask.prompt,
+        turn=ask.turn,
+        prompt_digest=ask.digest,
+        prompt_tokens=len(ask.ids),
+        tokens=list(completion.tokens),
+        finish=completion.finish_reason,
+        rounds=[(item.proposed, item.accepted, item.committed) for item in rounds],
+        confidence=[[round(c, 5) for c in item.confidence or ()] for item in rounds] if known else None,
+        wall=round(wall, 6),
+        other=round(max(0.0, wall - sum(parts.values())), 6),
+        **{name: round(seconds, 6) for name, seconds in parts.items()},
+    )
+
+
+class Progress:
+    """A bar on stderr: prompts, tokens per second, τ so far; tqdm adds the time left."""
+
+    def __init__(self, variant: Variant, prompts: int, done: int, quiet: bool) -> None:
+        from tqdm import tqdm
+
+        title = variant.label if not variant.block else f"{variant.label} k={variant.block}"
+        self._bar = tqdm(
+            total=prompts + done, initial=done, desc=f"{title} b={variant.batch}", unit="prompt", disable=quiet
+        )
+        self._started, self._tokens, self._rounds, self._committed = time.perf_counter(), 0, 0, 0
+
+    def tokens(self, count: int) -> None:
+        """New tokens of a round, over all rows."""
+        self._tokens += count
+        rate = self._tokens / max(time.perf_counter() - self._started, 1e-9)
+        text = f"{rate:.1f} tok/s"
+        if self._rounds:
+            text += f", τ {self._committed / self._rounds:.2f}"
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(0)
+
+    def finished(self, record: Record) -> None:
+        """A prompt is done."""
+        self._rounds += len(record.rounds)
+        self._committed += sum(committed for _, _, committed in record.rounds)
+        self._bar.update(1)
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        self._bar.close()

@@ -1,0 +1,68 @@
+"""Tables say what the results say."""
+
+import pytest
+
+from deepspec.eval import table
+from tests.eval import made_up
+
+
+@pytest.fixture(scope="module")
+def results():
+    return made_up.results(["gsm8k", "mbpp", "alpaca"], {"dspark": 1.0, "dflash": 0.9}, count=6)
+
+
+def test_one_drafter(results):
+    one = table.drafter_table(table.headline(results)[0], 0.0)
+    assert [row[0] for row in one.rows] == ["gsm8k", "mbpp", "alpaca", "average"]
+    data = results["variants"][-1]["datasets"]["mbpp"]
+    assert one.title == "dspark: block 7, batch 1, temperature 0"
+    row = one.rows[1]
+    assert row[7] == "5 of 6 (+1 ties)"
+    assert one.rows[-1][7] == "17 of 18 (+1 ties)"
+    assert len(row[3].split()) == 7
+    assert f"{data['tau']['value']:.2f}".split(".")[0].isdigit()
+
+
+def test_rows_have_the_headers_width_and_text_is_aligned(results):
+    for one in table.tables(results):
+        assert {len(row) for row in one.rows} == {len(one.header)}
+        lines = one.text().splitlines()
+        body = [line for line in lines[2:] if not line.startswith("─")]
+        assert len({len(line) for line in body}) == 1, one.title
+
+
+def test_the_papers_layout(results):
+    one = table.comparison_table(results)
+    assert one.header == ("drafter", "gsm8k", "mbpp", "alpaca", "average", "gain of dspark")
+    values = {row[0]: row for row in one.rows}
+    ours, theirs = (float(values[name][4]) for name in ("dspark", "dflash"))
+    assert values["dspark"][5] == "–"
+    assert float(values["dflash"][5].removesuffix(" %")) == pytest.approx(100 * (ours / theirs - 1), abs=0.4)
+
+
+def test_the_block_table_names_the_best(results):
+    one = table.block_table(results)
+    assert one.header == ("drafter", "batch", *"1234567", "best")
+    for row in one.rows:
+        speeds = [float(cell.removesuffix("×")) for cell in row[2:9]]
+        assert speeds[int(row[-1].removeprefix("k = ")) - 1] == max(speeds)
+
+
+def test_without_a_sweep_or_rivals_those_tables_are_absent():
+    alone = made_up.results(["gsm8k"], {"dspark": 1.0}, count=3, sweep=False)
+    assert [one.title for one in table.tables(alone)] == ["dspark: block 7, batch 1, temperature 0"]
+
+
+def test_markdown(results):
+    text = table.comparison_table(results).markdown()
+    lines = text.splitlines()
+    assert lines[0].startswith("### Accepted length")
+    assert {line.count("|") for line in lines[2:]} == {7}
+
+
+def test_undefined_figures_are_dashes():
+    assert table.number(None) == "–"
+    assert table.positions([0.5, None, 1.0]) == ".50 – 1.00"
+    assert table.spread({"value": 2.0, "low": None, "high": None}) == "2.00"
+    assert table.times(None) == "–"
+    assert table.identical(None) == "–"
