@@ -24,6 +24,8 @@ from deepspec.models.masks import Blocks, decoding_blocks, training_blocks
 from deepspec.models.protocol import Proposal
 from deepspec.models.sampling import Distribution, Sampling
 
+_SHORTLIST = 512
+
 
 @dataclass
 class BlockOutput:
@@ -38,7 +40,12 @@ class BlockOutput:
 
 
 class BlockDrafter(TrainedDrafter):
-    """DFlash and DSpark. ``hf_config`` is the drafter's own config (draft_config.draft_config)."""
+    """DFlash and DSpark. ``hf_config`` is the drafter's own config (draft_config.draft_config).
+
+    ``shortlist`` bounds decoding's cost of the Markov head: the bias is computed for that many tokens with the largest
+    U_k and q is zero elsewhere, which stays lossless. 0 takes every token, as training does; None takes 512 of a large
+    vocabulary on the CPU, where reading all of W2 for every drafted token costs more than the backbone, else every one.
+    """
 
     def __init__(
         self,
@@ -48,6 +55,7 @@ class BlockDrafter(TrainedDrafter):
         draft_ids: Sequence[int] | None = None,
     ) -> None:
         super().__init__(config, hf_config, head, draft_ids)
+        self.shortlist: int | None = None
         self.mask_token_id = int(hf_config.mask_token_id)
         self.backbone = Backbone(hf_config, len(self.taps))
         width, rank = hf_config.hidden_size, config.markov_rank or 0
@@ -162,7 +170,8 @@ class BlockDrafter(TrainedDrafter):
     ) -> tuple[Distribution, Tensor, Tensor]:
         """Sequential draws x_k ~ softmax(U_k + m_k W2ᵀ): q, tokens [B, G] and W1[x_{k-1}] [B, G, R]."""
         assert self.markov_head is not None
-        weight_VR = self.markov_head.markov_w2.weight
+        wanted = self._shortlist_size()
+        top = base_BGV.topk(wanted, dim=-1, sorted=False) if wanted < base_BGV.shape[2] else None
         token_B, memory = anchor_B, None
         drawn: list[Tensor] = []
         qs: list[Distribution] = []
@@ -170,12 +179,29 @@ class BlockDrafter(TrainedDrafter):
         for k in range(base_BGV.shape[1]):
             previous_BR = self.markov_head.embed(token_B)
             m_BR, memory = self.markov_head.step(previous_BR, hidden_BGD[:, k], memory)
-            q = self.vocabulary.distribution(base_BGV[:, k] + F.linear(m_BR, weight_VR), sampling)
+            if top is None:
+                logits_BV = base_BGV[:, k] + F.linear(m_BR, self.markov_head.markov_w2.weight)
+            else:
+                logits_BV = self._biased(base_BGV[:, k], top.values[:, k], top.indices[:, k], m_BR)
+            q = self.vocabulary.distribution(logits_BV, sampling)
             token_B = q.sample(uniforms_BG[:, k])
             drawn.append(token_B)
             qs.append(q)
             seen.append(previous_BR)
         return Distribution.stack(qs), torch.stack(drawn, 1), torch.stack(seen, 1)
+
+    def _shortlist_size(self) -> int:
+        size = self.vocabulary.size
+        if self.shortlist is None:
+            return _SHORTLIST if self.device.type == "cpu" and size >= 32 * _SHORTLIST else size
+        return min(self.shortlist or size, size)
+
+    def _biased(self, base_BV: Tensor, values_BM: Tensor, ids_BM: Tensor, m_BR: Tensor) -> Tensor:
+        """Logits of the shortlist with their Markov bias, −inf elsewhere."""
+        assert self.markov_head is not None
+        rows_BMR = F.embedding(ids_BM, self.markov_head.markov_w2.weight)
+        logits_BM = values_BM + torch.bmm(rows_BMR, m_BR[..., None])[..., 0]
+        return torch.full_like(base_BV, -torch.inf).scatter_(-1, ids_BM, logits_BM)
 
     def _probability(self, hidden_BGD: Tensor, previous_BGR: Tensor | None) -> Tensor | None:
         """c_k of every position, calibrated by ``temperatures`` where there are any."""

@@ -176,6 +176,32 @@ def test_proposals(name):
         assert set(greedy.tokens_BG.flatten().tolist()) <= set(DRAFT_IDS)
 
 
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_shortlist_is_q_cut_to_the_tokens_the_backbone_likes_most(head):
+    model, sample = drafter(markov_head=head), samples()[2]
+    state, anchor = context(model, sample)
+    whole, _ = forced_proposal(model, state, anchor, sample.tokens_S[10:])
+    model.shortlist = 0
+    assert torch.equal(forced_proposal(model, state, anchor, sample.tokens_S[10:])[0], whole)
+    model.shortlist = 10
+    cut, _ = forced_proposal(model, state, anchor, sample.tokens_S[10:])
+    assert cut.isfinite().sum(-1).tolist() == [10] * 4
+    kept = cut.isfinite()
+    torch.testing.assert_close(cut[kept], whole[kept], atol=1e-4, rtol=1e-4)
+    proposal = propose(model, state, anchor, Sampling(temperature=1.0))
+    assert bool((proposal.q.prob(proposal.tokens_BG) > 0).all())
+    assert (proposal.q.probs() > 0).sum(-1).max() <= 10
+
+
+def test_shortlist_is_derived_only_for_large_vocabularies():
+    model = drafter()
+    assert model._shortlist_size() == VOCAB
+    model.vocabulary.target_size = 20_000
+    assert model._shortlist_size() == 512
+    model.shortlist = 0
+    assert model._shortlist_size() == 20_000
+
+
 def test_temperature_is_the_drafters_too():
     model, sample = drafter(), samples()[2]
     state, anchor = context(model, sample)

@@ -7,11 +7,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deepspec.models import drafter as drafters
+from deepspec.models.decode import generate
 from deepspec.models.draft_config import derive_mask_token
 from deepspec.models.drafter_config import DrafterConfig, DrafterConfigError
 from deepspec.models.frozen_head import FrozenHead
 from deepspec.models.sampling import Sampling
-from tests.models.drafting import TAPS, WIDTH, batch, drafter, forced_proposal, frozen_head, logits, samples
+from tests.models.drafting import TAPS, WIDTH, batch, drafter, forced_proposal, frozen_head, logits, samples, shake
 from tests.tiny import FAMILIES, VOCAB, tiny_config, tiny_target
 
 DRAFT_IDS = [token for token in range(VOCAB) if token % 3 != 1]
@@ -250,6 +251,20 @@ def test_fingerprint_of_the_target(tmp_path):
     assert loaded.dtype == target.dtype
     with pytest.raises(drafters.WrongTargetError, match="trained for target tiny-qwen3"):
         drafters.load(tmp_path, tiny_target("qwen3", seed=1, taps=TAPS))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("options", [dict(markov_rank=6), dict(kind="dflash"), dict(kind="eagle3")])
+def test_decoding_with_a_built_drafter_is_greedy_decoding(options, batch_size):
+    target = tiny_target("llama_rope3", taps=TAPS)
+    model = drafters.build(DrafterConfig(block_size=4, **options), target.config, FrozenHead.of(target), target.taps)
+    shake(model.eval())
+    prompts = [[5, 9, 33], [70, 2, 4, 8, 15, 16], [90], [12, 13]]
+    wanted = dict(max_new_tokens=12, stop_ids=[], batch_size=batch_size)
+    plain = {row.index: row.tokens for row in generate(target, prompts, **wanted)}
+    drafted = list(generate(target, prompts, drafter=model, **wanted))
+    assert {row.index: row.tokens for row in drafted} == plain
+    assert all(each.proposed for row in drafted for each in row.rounds[:1])
 
 
 # --- building ------------------------------------------------------------------------------------------------------
