@@ -14,7 +14,7 @@ from deepspec.data.cache import CacheConfig, CacheMismatchError, require
 from deepspec.data.cache_reader import CacheReader
 from deepspec.data.capture import capture, to_sample
 from deepspec.data.capture_plan import Conversation, EncodeSettings, Responses, batches, check_usable, encode_rows
-from deepspec.data.fingerprints import head_fingerprint
+from deepspec.data.fingerprints import head_fingerprint, template_fingerprint
 from deepspec.data.loader import CacheSource, DataConfig
 from deepspec.models.frozen_head import FrozenHead
 from deepspec.models.target import Target, TargetConfig
@@ -26,18 +26,27 @@ MAX_PADDING: Final = CacheConfig().max_padding
 
 
 def open_cache(
-    config: DataConfig, target: TargetConfig, *, head: FrozenHead | None = None, text_config: Any = None
+    config: DataConfig,
+    target: TargetConfig,
+    *,
+    head: FrozenHead | None = None,
+    text_config: Any = None,
+    tokenizer: Any = None,
+    fingerprint: str | None = None,
 ) -> CacheSource:
     """The cache in ``config.path``, after checking that it was made for this target.
 
     head: the target's embedding and head, to compare fingerprints and to reproduce the target's own next tokens;
-    text_config: its Hugging Face text config, to compare shapes. Raises CacheError subclasses that name the remedy.
+    text_config, tokenizer: its Hugging Face text config and tokenizer, to compare shapes and chat template;
+    fingerprint: Target.fingerprint where the whole target is loaded. Raises CacheError subclasses that name the remedy.
     """
     reader = CacheReader(config.path)
     require(
         reader.manifest.origin,
         reader.path,
         config=text_config,
+        fingerprint=fingerprint,
+        template=template_fingerprint(tokenizer) if tokenizer is not None else None,
         head=head_fingerprint(head.head_VD) if head is not None else None,
         taps=target.taps,
         thinking=target.thinking,

@@ -23,7 +23,7 @@ from deepspec.data.loader import DataConfig, Loader
 from deepspec.data.responses import Response, ResponsesError, write_part
 from deepspec.data.training_data import open_cache, open_online, prove_head
 from deepspec.models.frozen_head import FrozenHead
-from tests.data.little_chat import answered, built, chat_target, pipeline
+from tests.data.little_chat import TEMPLATE, answered, built, chat_target, chat_tokenizer, pipeline
 
 SETTINGS = EncodeSettings(thinking=False, max_length=4096, keep_truncated=True)
 
@@ -131,6 +131,9 @@ def test_opening_for_training_proves_the_head(tmp_path):
     other = chat_target(seed=5)
     with pytest.raises(CacheMismatchError, match="head fingerprint"):
         open_cache(config, cfg.target, head=FrozenHead.of(other))
+    with pytest.raises(CacheMismatchError, match="chat template"):
+        open_cache(config, cfg.target, tokenizer=chat_tokenizer(TEMPLATE.replace("</s>", "</s></s>")))
+    open_cache(config, cfg.target, tokenizer=target.tokenizer, fingerprint=target.fingerprint)
     cfg.target.taps = [0, 2]
     with pytest.raises(CacheMismatchError, match=r"taps \[0, 1, 2\]"):
         open_cache(config, cfg.target, head=head)
