@@ -67,7 +67,7 @@ def naive(model, b, weights: LossWeights, denominator: float):
                     c = torch.sigmoid(out.confidence_logits_BNG[row, n, k - 1])
                     bce = -accept * torch.log(c) - (1 - accept) * torch.log(1 - c)
                     sums["confidence"] = sums["confidence"] + w * bce
-                    sums["confidence_error"] += abs(float(c) - accept)
+                    sums["confidence_error"] += abs(float(c.detach()) - accept)
                 accepts[:, k - 1] += torch.tensor([accept, 1.0])
                 chain *= accept
                 tau += chain
@@ -236,9 +236,10 @@ def test_absent_anchors_and_unread_states_count_nowhere():
     close(objective(model, alone, weights, total)[0].detach(), one.detach())
 
 
-def test_micro_batches_and_ranks_sum_to_the_whole_batch():
+@pytest.mark.parametrize("options", [dict(), dict(kind="eagle3", ttt_length=3)], ids=["dspark", "eagle3"])
+def test_micro_batches_and_ranks_sum_to_the_whole_batch(options):
     """World-size invariance: any split of the samples, uneven and with an idle rank, gives the same sums."""
-    model, weights, made = exact(), LossWeights(), samples(lengths=(19, 11, 26, 8, 31))
+    model, weights, made = exact(**options), LossWeights(), samples(lengths=(19, 11, 26, 8, 31))
     whole = batch(made, anchors=6, block_size=model.block_size)
     total = denominators(whole, model.config, weights)
     loss, metrics = objective(model, whole, weights, total)
@@ -255,8 +256,9 @@ def test_micro_batches_and_ranks_sum_to_the_whole_batch():
         assert_same_gradients(parameter_gradients(model, split), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_an_idle_rank_has_zero_gradients_for_everything_that_trains():
-    model = exact()
+@pytest.mark.parametrize("options", [dict(), dict(kind="eagle3", ttt_length=3)], ids=["dspark", "eagle3"])
+def test_an_idle_rank_has_zero_gradients_for_everything_that_trains(options):
+    model = exact(**options)
     loss, metrics = objective(model, empty_batch(len(TAPS) * WIDTH, WIDTH), LossWeights(), torch.tensor(0.0))
     assert loss == 0
     assert all(value.abs().max() == 0 for value in metrics.values())
