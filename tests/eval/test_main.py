@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspec.eval import cli
+from deepspec.eval import cli, report
 from tests.eval.tiny_run import evaluate, results, save_drafter, save_target, write_prompts
 
 QUESTIONS = [["hello a"], ["what is this?", "and that?"], ["abcabcabcabc"], ["zz"], ["0 1 2 3 0 1 2 3"]]
@@ -23,9 +23,15 @@ def place(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _without_pages(monkeypatch):
+    """Drawing is test_report's business and takes a second a run; ``compared`` is made before this and draws."""
+    monkeypatch.setattr(report, "write", lambda _, folder: folder)
+
+
 def run(place: Path, output: Path, *more: object) -> int:
     return evaluate(
-        "--suite", place / "mine.jsonl", "--target", place / "target", "--max-new-tokens", 20, "--output", output, *more
+        "--suite", place / "mine.jsonl", "--target", place / "target", "--max-new-tokens", 14, "--output", output, *more
     )
 
 
@@ -35,10 +41,10 @@ def drafter_folder(place: Path, name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def compared(place, tmp_path_factory):
-    """Two drafters and the baseline, two batch sizes, every block length."""
+    """Two drafters and the baseline, two batch sizes, several block lengths."""
     output = tmp_path_factory.mktemp("compared")
     names = [drafter_folder(place, name) for name in ("dspark", "dflash")]
-    more = ("--baselines", "ngram", "--batch-size", 1, 3, "--sweep-blocks", "--turns", "all")
+    more = ("--baselines", "ngram", "--batch-size", 1, 3, "--sweep-blocks", 1, 3, "--turns", "all")
     assert run(place, output, "--drafter", *names, *more) == 0
     return output
 
@@ -46,7 +52,7 @@ def compared(place, tmp_path_factory):
 def test_every_variant_is_identical_to_plain_decoding(compared):
     out = results(compared)
     checked = [item for item in out["variants"] if item["id"] != "plain-k0-b1"]
-    assert len(checked) == 1 + 2 * (4 + 3 + 7)
+    assert len(checked) == 1 + 2 * (3 + 2 + 3)
     for item in checked:
         check = item["datasets"]["mine"]["identity"]
         assert (check["prompts"], check["identical"] + check["ties"], check["different"]) == (6, 6, 0), item["id"]
@@ -211,7 +217,6 @@ def test_a_thinking_mismatch_warns(place, tmp_path, capsys):
             ("--suite", "nothing", "--baselines", "ngram", "--target", "{place}/target"),
             "unknown suite or data set 'nothing'",
         ),
-        (("--suite", "lbpp", "--baselines", "ngram", "--target", "{place}/target"), "lbpp: no --data-dir given"),
         (("--drafter", "{place}/runs/target/drafters/dspark", "--block", "9"), "was trained with block 4"),
         (("--drafter", "{place}/runs/target/drafters/dspark", "--sweep-blocks", "5"), "takes 1 to 4"),
     ],
@@ -278,7 +283,7 @@ def test_ranks_with_uneven_prompts_give_the_same_results(place, compared, tmp_pa
     """Three ranks, five prompts: split, merged, and equal to one process."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     command += ["-m", "deepspec.eval", "--suite", str(place / "mine.jsonl"), "--target", str(place / "target")]
-    command += ["--drafter", str(drafter_folder(place, "dspark")), "--turns", "all", "--max-new-tokens", "20"]
+    command += ["--drafter", str(drafter_folder(place, "dspark")), "--turns", "all", "--max-new-tokens", "14"]
     command += ["--output", str(tmp_path), "--quiet", "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-2000:]
