@@ -6,7 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
-import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - once, before the server forks
+import torch
 
 from deepspec.data.cache_build import build_cache
 from tests.data.little_chat import chat_target, pipeline
@@ -26,6 +26,7 @@ def build(folder: str, kill_at: int | None, count_to: str | None = None, **cache
 
     ``count_to`` is a file that receives the number of such calls in a build that is not killed.
     """
+    torch.set_num_threads(1)  # a forked process must not wait for its parent's threads
     calls = 0
 
     def watch(frame, event, _argument):

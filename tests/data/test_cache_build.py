@@ -26,10 +26,8 @@ def shards(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((folder / "cache").glob("shard-*.parquet"))}
 
 
-def test_a_build_killed_at_random_points_ends_with_every_sample_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for the server that imports once and forks
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.data.killed_build"])
+def test_a_build_killed_at_random_points_ends_with_every_sample_once(tmp_path):
+    context = multiprocessing.get_context("fork")  # a fresh interpreter would import for many seconds, nine times
     responses = answered(18)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
