@@ -272,8 +272,10 @@ class _Loop:
             self._lap("draft")
         confidence = None if proposal is None or proposal.confidence_BG is None else proposal.confidence_BG.tolist()
         for b, (row, line) in enumerate(zip(self.rows, host, strict=True)):
+            # A row that only waits for the target's last token proposes nothing, whatever the others do.
+            drafted = self.options.max_new_tokens - len(row.tokens) > 1
+            own = tuple(confidence[b]) if confidence is not None and drafted else None
             committed = self._commit(row, [*line[2 : 2 + line[0]], line[1]])
-            own = tuple(confidence[b]) if confidence is not None else None
             row.rounds.append(Round(lengths[b], line[0], own, committed))
         self.timings.rounds += 1
 

@@ -82,7 +82,8 @@ class TargetStates:
 
 
 class Target:
-    """A causal LM, frozen, reduced to what speculative decoding needs."""
+    """A causal LM, frozen, reduced to what speculative decoding needs. Its outputs carry no gradient, but are ordinary
+    tensors (not inference tensors), so that a drafter can be trained on them."""
 
     def __init__(
         self,
@@ -225,7 +226,7 @@ class Target:
             dims.append(attention.head_dim)
         return KVCache(self.num_layers, rows, max_length, heads, dims, dtype=self.dtype, device=self.device)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __call__(
         self,
         tokens_BT: Tensor,
@@ -281,12 +282,12 @@ class Target:
             self._collected, self._wanted = {}, frozenset()
         return out.last_hidden_state, collected
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logits(self, last: Tensor) -> Tensor:
         """fp32 logits [..., V] of post-norm states [..., D]."""
         return cap_logits(F.linear(last, self.head_VD).float(), self.softcap)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def prove_norm_stage(self) -> None:
         """Raise NormStageError unless ``logits(forward(...))`` are the model's own logits on a few tokens."""
         count = min(8, self.config.max_position_embeddings)
@@ -294,7 +295,7 @@ class Target:
         check_norm_stage(self, tokens_1T, self(tokens_1T, taps=False).last_BTD)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def check_norm_stage(target: Target, tokens_BT: Tensor, last_BTD: Tensor) -> None:
     """Raise NormStageError unless the head maps ``last_BTD`` to the model's own logits of ``tokens_BT`` (right-padded
     rows must be cut by the caller). Tolerance: 2 % of the logits' spread in half precision, 0.1 % in float32."""
