@@ -19,9 +19,10 @@ from deepspec.data.loader import CacheSource, DataConfig
 from deepspec.models.frozen_head import FrozenHead
 from deepspec.models.target import Target, TargetConfig
 
-# Share of probed next tokens that must be reproduced. A lossless cache differs by ties in bfloat16 only, quantised ones
-# by near ties; states from before the final norm reproduce far fewer.
+# Share of probed next tokens that must be reproduced: quantised states swap near ties. Measured on a real target, states
+# from before the final norm reproduce 17 %.
 AGREEMENT: Final = {"bf16": 0.95, "int8": 0.9, "int4": 0.8}
+TIE: Final = 2.0**-7  # logits of a bfloat16 head that differ by less are equal
 MAX_PADDING: Final = CacheConfig().max_padding
 
 
@@ -68,8 +69,10 @@ def prove_head(reader: CacheReader, head: FrozenHead) -> float:
         if probe.id not in rows:
             continue  # a subset need not hold every probed sample
         last_ID = reader.sample(rows[probe.id]).last_ID[torch.tensor(probe.states)]
-        predicted = head.logits(last_ID.to(head.device, head.dtype)).argmax(-1).cpu()
-        right += int((predicted == torch.tensor(probe.tokens)).sum())
+        logits_IV = head.logits(last_ID.to(head.device, head.dtype)).float().cpu()
+        best_I = logits_IV.amax(-1)
+        own_I = logits_IV.gather(-1, torch.tensor(probe.tokens)[:, None])[:, 0]
+        right += int((best_I - own_I <= TIE * best_I.abs()).sum())
         total += len(probe.tokens)
     if total and right < AGREEMENT[reader.codec] * total:
         raise CacheMismatchError(
