@@ -133,6 +133,10 @@ class Engine:
         self._engine.set_gradient_accumulation_boundary(last)
         return self._engine(*inputs)
 
+    def evaluate(self, *inputs: Any) -> Any:
+        """Run the module without touching gradients or the accumulation boundary."""
+        return self._engine(*inputs)
+
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of this rank's share of the global loss; after the last micro batch, sum over ranks."""
         self._engine.backward(loss * self.world, scale_wrt_gas=False)

@@ -1,0 +1,173 @@
+"""Everything a run needs before its first step, checked cheapest first: cache, target, drafter, earlier progress."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspec import distributed
+from deepspec.data.cache import CacheMissingError
+from deepspec.data.cache_reader import CacheReader
+from deepspec.data.loader import Loader, Source
+from deepspec.models import drafter as drafters
+from deepspec.models import families
+from deepspec.models.draft_vocabulary import most_frequent
+from deepspec.models.drafter_base import TrainedDrafter
+from deepspec.models.frozen_head import FrozenHead
+from deepspec.models.target import Target, gguf_file, resolve
+from deepspec.train import checkpoint
+from deepspec.train.config import TrainConfig, TrainConfigError
+from deepspec.train.objectives import objective
+
+VOCABULARY_SAMPLES = 2048  # training samples whose tokens choose a reduced draft vocabulary
+
+
+class Objective(nn.Module):
+    """The module DeepSpeed wraps: drafter and loss in one forward, so that ZeRO 3 sees every use of a weight."""
+
+    def __init__(self, drafter: TrainedDrafter, weights: Any) -> None:
+        super().__init__()
+        self.drafter, self.weights = drafter, weights
+
+    def forward(self, batch: Any, denominators: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """(loss, metrics) of one micro batch."""
+        return objective(self.drafter, batch, self.weights, denominators)
+
+
+@dataclass
+class Prepared:
+    """A run ready to start. ``target`` is loaded for online data and for real decoding only."""
+
+    cfg: TrainConfig
+    device: torch.device
+    dtype: torch.dtype
+    loader: Loader
+    drafter: TrainedDrafter
+    target: Target | None
+    target_fingerprint: str
+    taps: tuple[int, ...]
+    state: checkpoint.TrainingState | None
+    total_steps: int
+
+    @property
+    def objective(self) -> Objective:
+        """Drafter and loss as one module."""
+        return Objective(self.drafter, self.cfg.loss)
+
+
+def check_data(cfg: TrainConfig) -> None:
+    """Raise CacheMissingError with the command that builds the cache; costs one file lookup."""
+    if cfg.data.source == "cache":
+        try:
+            CacheReader(cfg.data.path)
+        except CacheMissingError as error:
+            raise CacheMissingError(
+                f"no target cache in {cfg.data.path}: build it with `make cache MODEL={cfg.target.name}` (or `python "
+                f"-m deepspec.data prompts|regenerate|cache target={cfg.target.name}`), or train with data=online"
+            ) from error
+
+
+def prepare(cfg: TrainConfig, device: torch.device, dtype: torch.dtype) -> Prepared:
+    """Open data and target, prove that they fit, build the drafter and give it the weights it starts from."""
+    target, head, source, taps, fingerprint = _open(cfg, device, dtype)
+    loader = Loader(
+        source,
+        cfg.data,
+        block_size=cfg.drafter.block_size,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+    )
+    total = cfg.train.steps or cfg.train.epochs * loader.steps_per_epoch
+    state = checkpoint.read(cfg.folder)
+    if state is not None and not cfg.train.dry_run:
+        if not cfg.train.resume:
+            raise checkpoint.ResumeError(
+                f"{cfg.folder} holds a run at step {state.progress.step} and train.resume=false: give name=… for a new "
+                "run, or delete that folder"
+            )
+        checkpoint.check_identity(state, identity(cfg, taps, loader), cfg.folder)
+    drafter = _drafter(cfg, head, taps, loader, _text_config(cfg, target))
+    if state is not None and not cfg.train.dry_run:
+        drafter.load_state_dict(state.kind("master"), strict=False)
+    elif state is not None:
+        state = None
+    return Prepared(cfg, device, dtype, loader, drafter, target, fingerprint, tuple(taps), state, total)
+
+
+def identity(cfg: TrainConfig, taps: tuple[int, ...], loader: Loader) -> dict[str, Any]:
+    """What must stay the same for a run to be continued: the drafter, and which samples a step number means."""
+    data = {key: getattr(cfg.data, key) for key in ("seed", "global_batch", "max_length", "anchors", "heldout")}
+    return {
+        **{f"drafter.{key}": value for key, value in dataclasses.asdict(cfg.drafter).items()},
+        **{f"data.{key}": value for key, value in data.items()},
+        "target.name": cfg.target.name,
+        "taps": list(taps),
+        "training samples": len(loader.training_rows),
+    }
+
+
+def _open(
+    cfg: TrainConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[Target | None, FrozenHead, Source, tuple[int, ...], str]:
+    from deepspec.data.training_data import open_cache, open_online
+
+    check_data(cfg)
+    online = cfg.data.source == "online"
+    target = None
+    if online or (cfg.train.decode_every and distributed.is_main()):
+        target = Target.load(cfg.target, device)
+    if online:
+        assert target is not None
+        head = FrozenHead.of(target).to(device, dtype)
+        source: Source = open_online(cfg.data, target, cfg.target.thinking)
+        return target, head, source, target.taps, target.fingerprint
+    head = FrozenHead.load(resolve(cfg.target), dtype, device, cfg.target.revision)
+    cached = open_cache(cfg.data, cfg.target, head=head, text_config=_text_config(cfg, target))
+    manifest = cached.reader.manifest
+    return target, head, cached, manifest.taps, manifest.target["fingerprint"]
+
+
+def _text_config(cfg: TrainConfig, target: Target | None) -> Any:
+    if target is not None:
+        return target.config
+    from transformers import AutoConfig
+
+    path = resolve(cfg.target)
+    gguf = gguf_file(path)
+    options = {"gguf_file": gguf} if gguf else {}
+    return families.text_config(AutoConfig.from_pretrained(path, revision=cfg.target.revision, **options))
+
+
+def _drafter(cfg: TrainConfig, head: FrozenHead, taps: tuple[int, ...], loader: Loader, config: Any) -> TrainedDrafter:
+    if cfg.train.init_from is None:
+        ids = _draft_ids(loader, head.vocab_size, cfg.drafter.draft_vocab_size)
+        return drafters.build(cfg.drafter, config, head, taps, draft_ids=ids, seed=cfg.train.seed)
+    drafter = drafters.load(cfg.train.init_from, head, dtype=torch.float32).train()
+    if drafter.taps != tuple(taps):
+        raise TrainConfigError(
+            f"train.init_from={cfg.train.init_from} reads taps {list(drafter.taps)}, the data holds {list(taps)}: "
+            "build a cache with its taps (target.taps=…)"
+        )
+    there, here = dataclasses.asdict(drafter.config), dataclasses.asdict(cfg.drafter)
+    here["mask_token_id"] = there["mask_token_id"] if here["mask_token_id"] is None else here["mask_token_id"]
+    differing = [f"drafter.{key}={here[key]} (there {there[key]})" for key in here if here[key] != there[key]]
+    if differing:
+        raise TrainConfigError(
+            f"train.init_from={cfg.train.init_from} is another kind of drafter: {', '.join(differing)}; set these to "
+            "the checkpoint's values"
+        )
+    return drafter
+
+
+def _draft_ids(loader: Loader, vocab_size: int, size: int | None) -> list[int] | None:
+    """The most frequent supervised tokens of the first training samples; None for the whole vocabulary."""
+    if size is None:
+        return None
+    counts_V = torch.zeros(vocab_size, dtype=torch.int64)
+    rows = loader.training_rows[:VOCABULARY_SAMPLES]
+    for start in range(0, len(rows), 32):
+        for sample in loader.source.samples(rows[start : start + 32]):
+            counts_V += torch.bincount(sample.tokens_S[sample.supervised_S], minlength=vocab_size)
+    return most_frequent(counts_V, size)
