@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from deepspec.data.control_tokens import ControlTokens
-from deepspec.data.spans import ChatError, Message, Region, View, locate, without_reasoning
+from deepspec.data.spans import MARKER, ChatError, Message, Region, View, locate, without_reasoning
 
 __all__ = ["ChatError", "Encoded", "Message", "encode", "encode_many", "encode_response", "render_prompt"]
 
@@ -192,7 +192,7 @@ class Chat:
         # A tokenizer that puts a space before every text cannot be handed the text in parts.
         first = self.backend.encode("x", add_special_tokens=False).tokens[:1]
         self.divisible = not (first and first[0].startswith(("\u2581", "\u0120")))
-        self.openers = self._openers()
+        self.openers, self.lead = self._openers(), self._lead()
 
     def _openers(self) -> set[int]:
         """Control tokens that start a message: never the end of the turn before it."""
@@ -204,6 +204,18 @@ class Chat:
         ids = self.tokenise(with_prompt[len(without) :], False, ()).ids if with_prompt.startswith(without) else []
         eos = self.tokenizer.eos_token_id
         return {token for token in ids if token in self.control.special_ids and token != eos}
+
+    def _lead(self) -> str:
+        """White space of the template between the generation prompt and an answer: the model has to write it."""
+        question = {"role": "user", "content": "x"}
+        view = self.view([question], False, None)
+        try:
+            prompt = view.render([question], prompt=True)
+            answered = view.render([question, {"role": "assistant", "content": MARKER}])
+        except ChatError:
+            return ""
+        between = answered.partition(MARKER)[0].removeprefix(prompt) if answered.startswith(prompt) else ""
+        return between if between.isspace() else ""
 
     def view(self, messages: Sequence[Message], thinking: bool, tools: Any) -> View:
         """Messages in the form templates expect, with typed control tokens hidden."""
@@ -233,6 +245,8 @@ class Chat:
         view = self.view(messages, thinking, tools)
         text = view.render(view.messages)
         regions, unsupervised = locate(view, text)
+        if self.lead:
+            regions = [(a - len(self.lead) if text.endswith(self.lead, 0, a) else a, b) for a, b in regions]
         answered = view.messages[-1].get("role") == "assistant"
         return Plan(text, regions, unsupervised, answered, view.guarded)
 
@@ -288,7 +302,7 @@ _chats: WeakKeyDictionary[Any, Chat] = WeakKeyDictionary()
 def chat_of(tokenizer: Any) -> Chat:
     """The Chat of a tokenizer, derived once and again when its template is replaced. Raises ChatError."""
     chat = _chats.get(tokenizer)
-    if chat is None or (tokenizer.chat_template != chat.template and tokenizer.get_chat_template() != chat.template):
+    if chat is None or not tokenizer.chat_template or tokenizer.get_chat_template() != chat.template:
         chat = _chats[tokenizer] = Chat(tokenizer)
     return chat
 

@@ -83,7 +83,7 @@ class TransformersEngine:
 
     def _generate(self, requests: list[Request], prompts: list[list[int]]) -> Iterator[Answer]:
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-        by_index = {_draw_index(requests[index]): requests[index] for index in order}
+        by_index = {draw_index(requests[index].id, requests[index].turn): requests[index] for index in order}
         completions = generate(
             self.target,
             [prompts[index] for index in order],
@@ -105,9 +105,9 @@ class TransformersEngine:
             )
 
 
-def _draw_index(request: Request) -> int:
+def draw_index(prompt_id: str, turn: int) -> int:
     """A number below 2**62 that stands for this answer in every run."""
-    return int.from_bytes(blake2b(f"{request.id}/{request.turn}".encode(), digest_size=8).digest()) >> 2
+    return int.from_bytes(blake2b(f"{prompt_id}/{turn}".encode(), digest_size=8).digest()) >> 2
 
 
 def assistant_message(text: str) -> Message:

@@ -19,7 +19,7 @@ def generation_defaults(config: DataPipelineConfig) -> dict[str, Any]:
     from transformers import GenerationConfig
 
     try:
-        found = GenerationConfig.from_pretrained(resolve(config.target), revision=config.target.revision)
+        found = GenerationConfig.from_pretrained(resolve(config.target), revision=config.target.revision or "main")
     except OSError:
         return {}
     return {key: value for key, value in found.to_diff_dict().items() if value is not None}
@@ -50,7 +50,7 @@ def engine_maker(config: DataPipelineConfig, stamp: Stamp) -> Callable[[], Engin
         if given.engine == "openai":
             from deepspec.data.servers import ServersEngine
 
-            return ServersEngine(given, stamp, model=given.model)
+            return ServersEngine(given, stamp)
         names = ("temperature", "top_k", "top_p", "min_p")
         return TransformersEngine(
             Target.load(config.target),
