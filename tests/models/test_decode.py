@@ -13,8 +13,9 @@ from deepspec.models.decode import (
     prompt_problem,
 )
 from deepspec.models.sampling import Distribution, Sampling
+from deepspec.models.target import Target
 from deepspec.models.verify import StaticSchedule
-from tests.tiny import FAMILIES, VOCAB, tiny_target
+from tests.tiny import FAMILIES, VOCAB, tiny_config, tiny_target
 
 
 def untied_target(family="qwen3", **overrides):
@@ -112,6 +113,32 @@ def test_greedy_equals_naive_decoding_for_every_drafter_and_batch_size(family):
     rounds = [r for completion in done.values() for r in completion.rounds]
     assert sum(r.committed for r in rounds) == 8 * len(PROMPTS)  # the first token is the prefill's
     assert all(r.accepted == r.proposed for r in rounds)  # the last drafter is the target itself
+
+
+def test_gemma4_with_shared_keys_and_per_layer_inputs():
+    """Layers that reuse another layer's keys have no slab of their own."""
+    target = untied_target("gemma4", hidden_size_per_layer_input=8, num_kv_shared_layers=2)
+    assert [slab.shape[1] for slab in target.new_cache(1, 8).keys] == [2, 2, 0, 0]
+    want = [naive_greedy(target, prompt, 6) for prompt in PROMPTS]
+    done = run(target, PROMPTS, drafter=CausalDrafter(target, VOCAB, 3), batch_size=3, max_new_tokens=6)
+    assert [done[i].tokens for i in range(len(PROMPTS))] == want
+
+
+def test_text_of_a_multimodal_wrapper():
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(
+        text_config=tiny_config("gemma3", tie_word_embeddings=False).to_dict(),
+        vision_config={"hidden_size": 16, "intermediate_size": 16, **vision},
+        image_token_index=VOCAB - 1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        target = Target.from_model(Gemma3ForConditionalGeneration(config))
+    want = [naive_greedy(target, prompt, 6) for prompt in PROMPTS]
+    done = run(target, PROMPTS, drafter=CausalDrafter(target, VOCAB, 3), batch_size=3, max_new_tokens=6)
+    assert [done[i].tokens for i in range(len(PROMPTS))] == want
 
 
 def test_sampled_result_of_a_prompt_does_not_depend_on_its_batch():
