@@ -107,13 +107,19 @@ def denominators(batch: DraftBatch, config: DrafterConfig, weights: LossWeights)
 
 
 def objective(
-    drafter: Any, batch: DraftBatch, weights: LossWeights, denominators: torch.Tensor
+    drafter: Any,
+    batch: DraftBatch,
+    weights: LossWeights,
+    denominators: torch.Tensor,
+    *,
+    chunk_bytes: int | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(loss, metrics) of one micro-batch.
 
     drafter: a BlockDrafter or Eagle3Drafter, or an engine around one. denominators: the global Σw. The losses of all
     micro-batches and ranks sum to the global loss, so an engine that averages over ranks or accumulation steps needs it
-    multiplied back. Metrics are float32 tensors whose first index is (numerator, denominator): sum both, then divide.
+    multiplied back. chunk_bytes: memory for the loss's logits, see fused_loss. Metrics are float32 tensors whose first
+    index is (numerator, denominator): sum both, then divide.
         loss, ce, tv, lk or soft, confidence   means weighted by w; loss is the whole weighted sum
         acceptance                             [2, G]: 1 − ½‖q − p‖₁ per position, unweighted
         top1                                   share of positions where q's largest is p's most likely token
@@ -137,6 +143,7 @@ def objective(
         m_XR=None if markov_BNGR is None else markov_BNGR.flatten(0, 2),
         w2_VR=None if markov_BNGR is None else drafter.markov_weight_VR,
         plan=plan,
+        chunk_bytes=chunk_bytes,
     )
     loss, metrics = losses.total, _metrics(losses, rows, drafter.config, weights)
     if confidence_BNG is not None:

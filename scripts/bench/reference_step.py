@@ -1,8 +1,10 @@
-"""An independent eager DSpark training step for scripts/bench/train_step.py: the textbook, with nothing saved.
+"""An independent eager DSpark training step for scripts/bench/train_step.py: full logits, dense masks.
 
 Full logits of every (anchor, offset), the target's softmax per (anchor, offset), attention over the joined keys of the
 context and of all blocks under a dense mask. It shares no code with deepspec, only the names of its weights, so that
-both can start from the same ones and must give the same loss.
+both can start from the same ones and must give the same loss. Two manners: "eager" as public trainers are written
+(attention spelled out; total variation and acceptance are functions of logits that take their own softmaxes), and
+"lean" (torch's attention kernel, every softmax taken once), the least that eager code can do.
 Shapes: B rows, S context tokens, N anchors, G block size, Q = N·G, T = S + Q keys, H/K heads, C head dim, V vocabulary.
 """
 
@@ -61,7 +63,7 @@ def sdpa_attention(q_BQHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, mask_B1QT: Te
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1QT, enable_gqa=True).transpose(1, 2)
 
 
-ATTENTION = {"eager": eager_attention, "sdpa": sdpa_attention}
+ATTENTION = {"eager": eager_attention, "lean": sdpa_attention}
 
 
 def dense_mask(segments_BS: Tensor, anchors_BN: Tensor, g: int) -> Tensor:
@@ -120,8 +122,15 @@ def labels(batch, g: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return pick(batch.tokens_BS, at), pick(batch.tokens_BS, at - 1), pick(batch.last_row_BS, at - 1), kept
 
 
-def loss_of(weights: dict[str, Tensor], shape: Shape, head_VD: Tensor, hidden_BQD: Tensor, batch) -> Tensor:
-    """0.1 CE + 0.9 ‖q − p‖₁ + BCE(c, 1 − ½‖q − p‖₁), divided by Σw of this batch."""
+def total_variation(logits: Tensor, target: Tensor) -> Tensor:
+    """‖q − p‖₁ over the last dimension."""
+    return (torch.softmax(logits, -1) - torch.softmax(target, -1)).abs().sum(-1)
+
+
+def loss_of(
+    weights: dict[str, Tensor], shape: Shape, head_VD: Tensor, hidden_BQD: Tensor, batch, manner: str
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """0.1 CE + 0.9 ‖q − p‖₁ + BCE(c, 1 − ½‖q − p‖₁), divided by Σw of this batch; and the metrics of a step."""
     g = shape.block_size
     hidden = hidden_BQD.unflatten(1, (-1, g))
     label, previous, row, kept = labels(batch, g)
@@ -129,11 +138,13 @@ def loss_of(weights: dict[str, Tensor], shape: Shape, head_VD: Tensor, hidden_BQ
     logits = hidden @ head_VD.T + before @ weights["markov_w2.weight"].T
     target = batch.last_LD[row.clamp(min=0)] @ head_VD.T
     w = kept * torch.exp(-torch.arange(g, dtype=torch.float32) / shape.decay)
-    q, p = torch.softmax(logits, -1), torch.softmax(target, -1)
-    distance = (q - p).abs().sum(-1)
+    distance = total_variation(logits, target)
     ce = F.cross_entropy(logits.flatten(0, 2), label.flatten(), reduction="none").view_as(w)
-    accept = (1 - distance / 2).detach()
+    with torch.no_grad():
+        accept = 1 - (distance if manner == "lean" else total_variation(logits, target)) / 2
+        top1 = (logits.argmax(-1) == target.argmax(-1)) * kept
     features = torch.cat([hidden, before], -1)
     confidence = (features @ weights["proj.weight"].T).squeeze(-1) + weights["proj.bias"]
     bce = F.binary_cross_entropy_with_logits(confidence, accept, reduction="none")
-    return (w * (0.1 * ce + 0.9 * distance + bce)).sum() / w.sum()
+    metrics = {"acceptance": (accept * kept).sum((0, 1)), "top1": top1.sum(), "count": kept.sum()}
+    return (w * (0.1 * ce + 0.9 * distance + bce)).sum() / w.sum(), metrics

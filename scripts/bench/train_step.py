@@ -57,7 +57,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=3584, help="rows of --loss")
     parser.add_argument("--steps", type=int, default=3, help="timed steps after one to warm up; the median counts")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--reference-attention", choices=sorted(reference.ATTENTION), default="eager")
+    parser.add_argument("--manner", choices=sorted(reference.ATTENTION), default="eager", help="of the reference")
+    parser.add_argument("--chunk-mib", type=int, help="memory of the fused loss's logits; default: its own")
     parser.add_argument("--output", help="JSON file for the numbers")
     for mode in ("quick", "table", "loss", "profile", "compile"):
         parser.add_argument(f"--{mode}", action="store_true")
@@ -67,6 +68,11 @@ def parse() -> argparse.Namespace:
         args.vocab, args.hidden, args.layers, args.rank, args.rows = [2048], 64, 2, 16, 256
         args.tokens, args.anchors, args.steps = 128, 16, 2
     return args
+
+
+def chunk_bytes(args: argparse.Namespace) -> int | None:
+    """What ``--chunk-mib`` asks of the fused loss."""
+    return args.chunk_mib * MIB if args.chunk_mib else None
 
 
 def resident(field: str) -> int:
@@ -145,7 +151,7 @@ def reference_weights(model: BlockDrafter) -> dict[str, torch.Tensor]:
 Phases = dict[str, float]
 
 
-def fused_step(model: BlockDrafter, batch: DraftBatch) -> Callable[[Phases], torch.Tensor]:
+def fused_step(model: BlockDrafter, batch: DraftBatch, chunk_bytes: int | None) -> Callable[[Phases], torch.Tensor]:
     """Forward, fused loss (which makes its gradients at once) and backward of our drafter."""
     weights = LossWeights()
     total = denominators(batch, model.config, weights)
@@ -161,7 +167,7 @@ def fused_step(model: BlockDrafter, batch: DraftBatch) -> Callable[[Phases], tor
 
         model.training_forward = timed  # type: ignore[method-assign]
         began = time.perf_counter()
-        loss, _ = objective(model, batch, weights, total)
+        loss, _ = objective(model, batch, weights, total, chunk_bytes=chunk_bytes)
         phases["head and loss"] = time.perf_counter() - began - phases["forward"]
         model.training_forward = inner  # type: ignore[method-assign]
         began = time.perf_counter()
@@ -172,9 +178,9 @@ def fused_step(model: BlockDrafter, batch: DraftBatch) -> Callable[[Phases], tor
     return step
 
 
-def reference_step(model: BlockDrafter, batch: DraftBatch, attention: str) -> Callable[[Phases], torch.Tensor]:
+def reference_step(model: BlockDrafter, batch: DraftBatch, manner: str) -> Callable[[Phases], torch.Tensor]:
     """The same of the reference; its loss is differentiated down to the hidden states first, to be timed apart."""
-    weights, shape, kernel = reference_weights(model), shape_of(model), reference.ATTENTION[attention]
+    weights, shape, kernel = reference_weights(model), shape_of(model), reference.ATTENTION[manner]
 
     def step(phases: Phases) -> torch.Tensor:
         began = time.perf_counter()
@@ -182,7 +188,7 @@ def reference_step(model: BlockDrafter, batch: DraftBatch, attention: str) -> Ca
         phases["forward"] = time.perf_counter() - began
         began = time.perf_counter()
         leaf = hidden.detach().requires_grad_()
-        loss = reference.loss_of(weights, shape, model.head.head_VD, leaf, batch)
+        loss, _ = reference.loss_of(weights, shape, model.head.head_VD, leaf, batch, manner)
         loss.backward()
         value = loss.detach()
         del loss
@@ -206,7 +212,7 @@ def attention_seconds(args: argparse.Namespace, model: BlockDrafter, batch: Draf
     own_k, own_v = (states(queries, shape.kv_heads) for _ in "kv")
     blocks = training_blocks(batch.segments_BS, batch.anchors_BN, args.block)
     mask = reference.dense_mask(batch.segments_BS, batch.anchors_BN, args.block)
-    kernel = reference.ATTENTION[args.reference_attention]
+    kernel = reference.ATTENTION[args.manner]
 
     def once() -> None:
         if args.worker == "fused":
@@ -231,9 +237,10 @@ def work_step(args: argparse.Namespace) -> dict[str, Any]:
     optimizer.step()
     if args.compile:
         model.training_forward = torch.compile(model.training_forward)  # type: ignore[method-assign]
-    step = (
-        fused_step(model, batch) if args.worker == "fused" else reference_step(model, batch, args.reference_attention)
-    )
+    if args.worker == "fused":
+        step = fused_step(model, batch, chunk_bytes(args))
+    else:
+        step = reference_step(model, batch, args.manner)
     if args.compile:
         step({})
         optimizer.zero_grad(set_to_none=False)
@@ -277,7 +284,9 @@ def work_loss(args: argparse.Namespace) -> dict[str, Any]:
     reset_high_water()
     baseline, began = resident("VmRSS"), time.perf_counter()
     coefficients = Coefficients(ce_X=0.1 * weight_X, tv_X=0.9 * weight_X)
-    losses = fused_loss(h_XD, head, last_LD, index_X, labels_X, coefficients, m_XR=m_XR, w2_VR=w2_VR)
+    losses = fused_loss(
+        h_XD, head, last_LD, index_X, labels_X, coefficients, m_XR=m_XR, w2_VR=w2_VR, chunk_bytes=chunk_bytes(args)
+    )
     losses.total.backward()
     return dict(loss=losses.total.item(), seconds=time.perf_counter() - began, peak=resident("VmHWM") - baseline)
 
@@ -288,7 +297,8 @@ def spawn(args: argparse.Namespace, worker: str, **changes: Any) -> dict[str, An
     command = [sys.executable, str(Path(__file__).resolve()), "--worker", worker]
     for name in ("hidden", "layers", "rank", "block", "tokens", "anchors", "rows", "steps", "threads"):
         command += [f"--{name}", str(options[name])]
-    command += ["--vocab", str(options["vocab"]), "--reference-attention", args.reference_attention]
+    command += ["--vocab", str(options["vocab"]), "--manner", args.manner]
+    command += ["--chunk-mib", str(args.chunk_mib)] if args.chunk_mib else []
     command += [f"--{name}" for name in ("profile", "compile") if options[name]]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     return {"variant": worker, "vocab": options["vocab"], **json.loads(done.stdout.splitlines()[-1])}
