@@ -119,7 +119,6 @@ class EngineConfig:
     precision: str = "auto"
     zero: int = 1
     cpu_offload: bool = False
-    compile: bool = False
     bucket_mb: int = 200
     timeout: int = 1800
 

@@ -10,6 +10,7 @@ from torch import nn
 from deepspec import distributed
 from deepspec.data.cache import CacheMissingError
 from deepspec.data.cache_reader import CacheReader
+from deepspec.data.estimate import MEAN_SUPERVISED
 from deepspec.data.loader import Loader, Source
 from deepspec.models import drafter as drafters
 from deepspec.models import families
@@ -55,6 +56,12 @@ class Prepared:
     def objective(self) -> Objective:
         """Drafter and loss as one module."""
         return Objective(self.drafter, self.cfg.loss)
+
+    @property
+    def supervised(self) -> float:
+        """Share of the tokens that are labels; an assumed one without a cache."""
+        reader = getattr(self.loader.source, "reader", None)
+        return MEAN_SUPERVISED if reader is None else float(reader.states.sum() / reader.tokens.sum())
 
 
 def check_data(cfg: TrainConfig) -> None:

@@ -1,14 +1,12 @@
-"""The training loop: read a global step, sum its gradients, update, and every so often log, evaluate and save.
+"""The training loop: denominators, micro batches, step; log, evaluate, save. Knows no files' formats, no recipes."""
 
-Knows neither how batches are made nor how DeepSpeed works. A step waits for the device once, for its gradient norm.
-"""
-
-import math
+import contextlib
+import dataclasses
+import resource
 import signal
+import sys
 import time
-from collections.abc import Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,275 +15,345 @@ import torch
 from deepspec import distributed
 from deepspec.data.batch import DraftBatch
 from deepspec.models import drafter as drafters
-from deepspec.train import checkpoint, evaluation, metrics
-from deepspec.train.checkpoint import Progress
-from deepspec.train.engine import MOMENTS, Engine
-from deepspec.train.metrics import Meter, Pace, Value
+from deepspec.train import checkpoint, evaluation, metrics, plan
+from deepspec.train.average import Average
+from deepspec.train.checkpoint import BEST, LAST, Progress
+from deepspec.train.engine import Engine
 from deepspec.train.objectives import denominators
 from deepspec.train.schedule import factor
-from deepspec.train.setup import Prepared
+from deepspec.train.setup import Prepared, identity
 from deepspec.train.tracking import Tracker
-
-_PREFIX = "drafter."  # of parameter names inside Objective
 
 
 class NonFiniteError(RuntimeError):
-    """Too many steps in a row had a non-finite gradient; the message names the samples."""
+    """Too many steps in a row with a non-finite loss or gradient; the message names the samples."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended. ``stopped`` is "finished", "early" (no gain), "asked" (train.stop_after) or "signal"."""
+class Interrupted(Exception):
+    """A signal ended the run after it was saved."""
 
-    step: int
-    total: int
-    best_tau: float | None
-    stopped: str
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
 
 
 class Trainer:
-    """One run of one drafter on this rank."""
+    """One run from its first (or next) step to its last, on every rank alike."""
 
-    def __init__(self, prepared: Prepared, engine: Engine, tracker: Tracker | None, identity: dict[str, Any]) -> None:
-        self.cfg, self.run, self.optim = prepared.cfg, prepared.cfg.train, prepared.cfg.optim
-        self.prepared, self.engine, self.tracker = prepared, engine, tracker
-        self.loader, self.total = prepared.loader, prepared.total_steps
-        self.folder = Path(self.cfg.folder)
-        state = prepared.state
-        self.progress = Progress(identity=identity) if state is None else state.progress
-        self.averages: dict[str, torch.Tensor] | None = None
-        if self.optim.ema is not None:
-            kept = {} if state is None else state.kind("ema")
-            self.averages = {
-                name: kept[name].to(engine.device) if name in kept else parameter.detach().float().clone()
-                for name, parameter in self._trained()
-            }
-        if state is not None:
-            engine.restore(lambda kind, name: state.tensor(kind, name.removeprefix(_PREFIX)), self.progress.adam_steps)
-        self.meter, self.pace = Meter(), Pace()
-        self._lr = self._grad_norm = self._waited = 0.0
-        self._failed: list[list[str]] = []
-        self._signal = 0
+    def __init__(self, run: Prepared) -> None:
+        self.run, self.cfg, self.loader = run, run.cfg, run.loader
+        self.engine = Engine(run.objective, self.cfg.engine, self.cfg.optim, run.device)
+        self.module: Any = self.engine.module
+        self.progress = Progress(identity=identity(self.cfg, run.drafter.taps, self.loader))
+        self.average = None if self.cfg.optim.ema is None else Average(run.drafter, self.cfg.optim.ema)
+        if run.state is not None:
+            self._resume(run.state)
+        self.total = run.total_steps
+        self.plan = plan.make(run, distributed.world_size())
+        self.meter, self.pace = metrics.Meter(), metrics.Pace()
+        self.tracker: Tracker | None = None
+        self.bad_in_a_row = 0
+        self.signal: int | None = None
+        self.expected_tau: float | None = None
 
-    def _trained(self) -> list[tuple[str, torch.Tensor]]:
-        found = self.engine.module.named_parameters()
-        return [(name.removeprefix(_PREFIX), parameter) for name, parameter in found if parameter.requires_grad]
+    def fit(self) -> Progress:
+        """Train to the end of the schedule, or to ``train.stop_after``.
 
-    def train(self) -> Outcome:
-        """Go on from ``progress.step`` to the end, ``train.stop_after`` or a signal; each saves the state."""
-        last = self.total if self.run.stop_after is None else min(self.total, self.run.stop_after)
-        stopped = "finished" if last == self.total else "asked"
-        with self._signals():
-            for micros in self.loader.batches(self.progress.step, last):
-                self._step(micros)
-                step = self.progress.step
-                if step % self.run.log_every == 0 or step == last:
-                    self._log()
-                with self._paused():
-                    early = self._evaluate_if_due(step)
-                    signalled = self._signalled()
-                    if early or signalled:
-                        stopped = "signal" if signalled else "early"
-                    self.progress.finished = step == self.total or early
-                    if early or signalled or step == last or _due(step, self.run.save_every):
-                        self._save_last()
-                    if _due(step, self.run.keep_every):
-                        self._save_weights(f"step-{step}")
-                if early or signalled:
+        Raises Interrupted after a signal (saved), NonFiniteError after ``train.max_skips`` bad steps in a row.
+        """
+        stop = min(self.total, self.cfg.train.stop_after or self.total)
+        say(plan.table(self.run, self.plan, distributed.world_size()))
+        if self.progress.finished or self.progress.step >= stop:
+            say(f"{self.cfg.folder} is complete at step {self.progress.step}: nothing to do")
+            return self.progress
+        self._open_tracker()
+        with self._signals(), closing(self.loader.batches(self.progress.step, stop)) as steps:
+            for batches in steps:
+                self.step(batches)
+                self._due()
+                if self.cfg.train.early_stop and self.progress.stale >= self.cfg.train.early_stop:
+                    say(f"no better expected τ in {self.progress.stale} evaluations: stopping early")
                     break
-        return Outcome(self.progress.step, self.total, self.progress.best_tau, stopped)
+        self._finish(complete=stop == self.total)
+        return self.progress
 
-    def _step(self, micros: Sequence[DraftBatch]) -> None:
-        """One optimizer step on a global batch: denominators first, then forward and backward of each micro batch."""
-        device = self.engine.device
-        batches = [batch.to(device, self.engine.dtype, non_blocking=True) for batch in micros]
-        counts = [denominators(batch, self.cfg.drafter, self.cfg.loss) for batch in batches]
-        denominator = distributed.sum_across_ranks(torch.stack(counts).sum())
-        for index, batch in enumerate(batches):
-            loss, values = self.engine.forward(batch, denominator, last=index == len(batches) - 1)
-            self.engine.backward(loss)
-            self.meter.add(values)
-        self._lr = self.run.lr * factor(
-            self.progress.step,
-            self.total,
-            schedule=self.optim.schedule,
-            warmup=self.optim.warmup,
-            decay=self.optim.decay,
-            final=self.optim.final,
+    def dry_run(self) -> None:
+        """One real step on real data, nothing written."""
+        say(plan.table(self.run, self.plan, distributed.world_size()))
+        with closing(self.loader.batches(0, 1)) as steps:
+            for batches in steps:
+                self.step(batches)
+        lap = self.pace.lap(0.0, self.total - 1, self.engine.device)
+        say(metrics.line(1, self.total, {**self.meter.reduce(self.engine.device), **lap}))
+        say(
+            f"dry run: everything fits, one real step took {lap['seconds_per_step']:.1f} s, nothing was written. "
+            "Remove train.dry_run to train."
         )
-        result = self.engine.step(self._lr)
-        self.progress.step += 1
-        self._grad_norm = result.grad_norm
-        ids = [id for batch in micros for id in batch.ids]
-        self.pace.count(sum(int((batch.segments_BS >= 0).sum()) for batch in micros), len(ids))
-        self._note(result.applied, ids)
 
-    def _note(self, applied: bool, ids: list[str]) -> None:
-        """Count an applied or skipped step; raise NonFiniteError after ``train.max_skips`` skipped ones in a row."""
-        if applied:
-            self.progress.adam_steps += 1
-            self._failed.clear()
-            if self.averages is not None:
-                self._average(float(self.optim.ema or 0.0))
-            return
+    def step(self, batches: list[DraftBatch]) -> None:
+        """One global step: Σw of the whole global batch first, then every micro batch, then the update."""
+        step, lr = self.progress.step, self.learning_rate(self.progress.step)
+        total = self.denominator(batches)
+        losses = []
+        for index, batch in enumerate(batches):
+            moved = batch.to(self.engine.device, self.engine.dtype, non_blocking=True)
+            loss, values = self.engine.forward(moved, total, last=index == len(batches) - 1)
+            self.engine.backward(loss)
+            losses.append(loss.detach())
+            self.meter.add(values)
+        loss_sum, signals = self._agree(losses)
+        result = self.engine.step(lr, skip=not _finite(loss_sum))
+        self.progress.step = step + 1
+        self.pace.count(sum(int((batch.segments_BS >= 0).sum()) for batch in batches), sum(len(b.ids) for b in batches))
+        if result.applied:
+            self.bad_in_a_row = 0
+            self.meter.count("grad_norm", result.grad_norm)
+            if self.average is not None:
+                self.average.update()
+        else:
+            self._skip(batches, losses, loss_sum, result.grad_norm)
+        if signals and self.signal is None:
+            self.signal = int(signal.SIGTERM)
+
+    def denominator(self, batches: list[DraftBatch]) -> torch.Tensor:
+        """Σw over all micro batches of all ranks, on the device."""
+        config, weights = self.run.drafter.config, self.cfg.loss
+        own = torch.stack([denominators(batch, config, weights) for batch in batches]).sum()
+        return distributed.sum_across_ranks(own.to(self.engine.device))
+
+    def learning_rate(self, step: int) -> float:
+        """Of the 0-based step."""
+        optim = self.cfg.optim
+        share = factor(
+            step,
+            self.run.total_steps,
+            schedule=optim.schedule,
+            warmup=optim.warmup,
+            decay=optim.decay,
+            final=optim.final,
+        )
+        return self.cfg.train.lr * share
+
+    def _agree(self, losses: list[torch.Tensor]) -> tuple[float, float]:
+        """Global loss and number of ranks that got a signal: the one read-back of a step, after its last backward, so
+        that every rank skips, or stops, at the same step."""
+        mine = torch.stack([torch.stack(losses).float().sum(), losses[0].new_tensor(float(self.signal is not None))])
+        loss, signals = distributed.sum_across_ranks(mine.float()).tolist()
+        return loss, signals
+
+    def _skip(self, batches: list[DraftBatch], losses: list[torch.Tensor], loss: float, grad_norm: float) -> None:
         self.progress.skipped += 1
-        self._failed.append(ids)
-        self._record("skip", {"grad_norm": self._grad_norm, "samples": ids[:64]})
-        self._say(f"step {self.progress.step}: gradient is not finite, update skipped")
-        if len(self._failed) >= self.run.max_skips:
-            shown = ", ".join(id for step in self._failed[-3:] for id in step[:8])
+        self.bad_in_a_row += 1
+        own = [
+            id for batch, value in zip(batches, losses, strict=True) if not _finite(float(value)) for id in batch.ids
+        ]
+        own = own or [id for batch in batches for id in batch.ids]
+        ids = sorted(_gather(own))
+        # the bad numbers must not reach the averages of the log interval
+        self.meter = metrics.Meter()
+        self._log("skip", {"loss": loss, "grad_norm": grad_norm, "samples": ids[:32]})
+        say(f"step {self.progress.step}: loss {loss}, gradient norm {grad_norm}: update skipped; samples {_some(ids)}")
+        if self.bad_in_a_row >= self.cfg.train.max_skips:
             raise NonFiniteError(
-                f"{len(self._failed)} steps in a row had a non-finite gradient, up to step {self.progress.step}. "
-                f"Samples of this rank in the last of them: {shown}. Check the data with `python -m deepspec.data "
-                f"verify`, or lower train.lr={self.run.lr:g}; {self.folder}/last is the state before"
+                f"{self.bad_in_a_row} steps in a row had a non-finite loss or gradient (train.max_skips), the last one "
+                f"on samples {_some(ids)}: inspect these rows of {self.cfg.data.path}, or lower train.lr. "
+                f"{self.cfg.folder}/{LAST} holds the last saved state"
             )
 
-    @torch.no_grad()
-    def _average(self, decay: float) -> None:
-        assert self.averages is not None
-        for name, parameter in self._trained():
-            self.averages[name].lerp_(parameter.float(), 1.0 - decay)
+    def _due(self) -> None:
+        """What this step number calls for, in the order that a reader of the log expects."""
+        cfg, step = self.cfg.train, self.progress.step
+        if step % cfg.log_every == 0 or step == self.total:
+            self._log_interval()
+        began = time.perf_counter()
+        last = step == self.total
+        if cfg.eval_every and step % cfg.eval_every == 0 and not last:
+            self.evaluate()
+        if cfg.keep_every and step % cfg.keep_every == 0:
+            self._save_weights(f"step-{step}")
+            if distributed.is_main():
+                checkpoint.retain(self.cfg.folder, cfg.keep)
+        decode = bool(cfg.decode_every and step % cfg.decode_every == 0)
+        if ((cfg.save_every and step % cfg.save_every == 0) or decode or self.signal is not None) and not last:
+            self.save()
+        if decode and not last:
+            self._decode()
+        self.pace.pause(time.perf_counter() - began)
+        if self.signal is not None and not last:
+            raise Interrupted(self.signal)
 
-    def _log(self) -> None:
-        waited = self.loader.wait_seconds - self._waited
-        self._waited = self.loader.wait_seconds
-        values: dict[str, Value] = {
-            **self.meter.reduce(self.engine.device),
-            **self.pace.lap(waited, self.total - self.progress.step, self.engine.device),
-            "lr": self._lr,
-            "grad_norm": self._grad_norm,
-            "skipped": float(self.progress.skipped),
-            "memory_gb": peak_memory() / 1e9,
-        }
-        self._record("train", values)
-        self._say(metrics.line(self.progress.step, self.total, values))
+    def _log_interval(self) -> None:
+        values = self.meter.reduce(self.engine.device)
+        wait, self.loader.wait_seconds = self.loader.wait_seconds, 0.0
+        values["lr"] = self.learning_rate(self.progress.step - 1)
+        lap = self.pace.lap(wait, self.total - self.progress.step, self.engine.device)
+        values |= {**lap, "memory_gb": peak_memory() / 1e9}
+        peak = plan.peak_flops(self.engine.device)
+        if peak is not None:
+            ranks = distributed.world_size()
+            values["mfu"] = self.plan.flops_per_step / (lap["seconds_per_step"] * peak * ranks)
+        values["epoch"] = self.progress.step / self.loader.steps_per_epoch
+        self._log("train", values | {"skipped": self.progress.skipped})
+        say(metrics.line(self.progress.step, self.total, values))
 
-    def _evaluate_if_due(self, step: int) -> bool:
-        """Held-out metrics and the train-versus-decode gate where due; True when the run should stop early."""
-        ends = step == self.total
-        decode = _due(step, self.run.decode_every) or (ends and self.run.decode_every > 0)
-        if not (_due(step, self.run.eval_every) or (ends and self.run.eval_every > 0) or decode):
-            return False
-        values = evaluation.heldout(self.engine, self.loader)
-        if not values:
-            return False
-        self._record("eval", values)
-        tau = values["tau"]
-        assert isinstance(tau, float)
-        better = math.isfinite(tau) and (self.progress.best_tau is None or tau > self.progress.best_tau)
-        self._say(f"held-out  {metrics.line(step, self.total, values)}{'  (best so far)' if better else ''}")
+    def evaluate(self) -> None:
+        """Held-out metrics; the best expected τ so far is kept in ``best``."""
+        with self._averaged():
+            values = evaluation.heldout(self.engine, self.loader)
+        tau = values.get("tau")
+        if not isinstance(tau, float) or not _finite(tau):
+            return
+        self.expected_tau = tau
+        better = self.progress.best_tau is None or tau > self.progress.best_tau
+        self._log("eval", dict(values))
+        say(f"  held out: {metrics.line(self.progress.step, self.total, values)}{'  best' if better else ''}")
         self.progress.stale = 0 if better else self.progress.stale + 1
-        if better or decode:
-            self.progress.best_tau = tau if better else self.progress.best_tau
-            self._save_weights("best" if better else "last-decoded")
-        if decode:
-            self._gate(tau, "best" if better else "last-decoded")
-        if self.run.early_stop and self.progress.stale >= self.run.early_stop:
-            self._say(f"no better expected τ in {self.progress.stale} evaluations: stopping early")
-            return True
-        return False
+        if better:
+            self.progress.best_tau = tau
+            self._save_weights(BEST)
 
-    def _gate(self, expected: float, name: str) -> None:
-        """Decode held-out prompts with the weights just saved and compare with the training forward (traps.md 5)."""
-        target = self.prepared.target
-        if distributed.is_main() and target is not None:
-            prompts = evaluation.heldout_prompts(self.loader, self.run.decode_prompts)
-            decoded = evaluation.decoded_tau(
-                target, self.folder / name, prompts, max_new_tokens=self.run.decode_tokens, seed=self.run.seed
-            )
-            self._record("decode", {"tau": decoded, "expected_tau": expected})
-            self._say(f"decoded τ {decoded:.3f}, expected τ {expected:.3f}")
-            if (warning := evaluation.gate(decoded, expected, self.run.decode_bound)) is not None:
-                self._say(warning)
-        distributed.barrier()
-
-    def _export(self, kinds: Sequence[str]) -> dict[str, torch.Tensor]:
-        """fp32 tensors by "<kind>/<parameter>" on the main rank, {} elsewhere. Collective."""
+    def save(self) -> None:
+        """Replace ``last``."""
         tensors = {}
         for kind, name, tensor in self.engine.export():
-            if distributed.is_main() and kind in kinds:
-                tensors[f"{kind}/{name.removeprefix(_PREFIX)}"] = tensor.detach().to("cpu", torch.float32, copy=True)
-        if distributed.is_main() and self.averages is not None:
-            tensors |= {f"ema/{name}": value.to("cpu", copy=True) for name, value in self.averages.items()}
-        return tensors
-
-    def _save_drafter(self, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-        """The drafter with its averages, else its fp32 master weights."""
-        drafter = self.prepared.drafter
-        kind = "master" if self.averages is None else "ema"
-        state = drafter.state_dict()
-        state |= {key.removeprefix(f"{kind}/"): value for key, value in tensors.items() if key.startswith(f"{kind}/")}
-        drafters.save(
-            drafter,
-            folder,
-            state=state,
-            target_name=self.cfg.target.name,
-            target_fingerprint=self.prepared.target_fingerprint,
-            thinking=self.cfg.target.thinking,
-            provenance={"step": self.progress.step, "data": self.cfg.data.path, "seed": self.run.seed},
-        )
-
-    def _save_last(self) -> None:
-        tensors = self._export(("master", *MOMENTS))
-        if distributed.is_main():
-            checkpoint.write_last(
-                self.folder, self.progress, tensors, lambda folder: self._save_drafter(folder, tensors)
-            )
+            if distributed.is_main():
+                tensors[f"{kind}/{name.removeprefix('drafter.')}"] = tensor.to("cpu", copy=True).contiguous()
+        self.progress.adam_steps = self.engine.adam_steps
+        if self.average is not None:
+            tensors |= {f"ema/{name}": tensor.cpu() for name, tensor in self.average.tensors.items()}
+        with self._averaged(), self.engine.whole_weights():
+            if distributed.is_main():
+                checkpoint.write_last(self.cfg.folder, self.progress, tensors, self._write_drafter)
         distributed.barrier()
 
     def _save_weights(self, name: str) -> None:
-        tensors = self._export(("master",))
-        if distributed.is_main():
-            checkpoint.write_weights(self.folder, name, lambda folder: self._save_drafter(folder, tensors))
-            checkpoint.retain(self.folder, self.run.keep)
+        with self._averaged(), self.engine.whole_weights():
+            if distributed.is_main():
+                checkpoint.write_weights(self.cfg.folder, name, self._write_drafter)
         distributed.barrier()
 
-    @contextmanager
-    def _signals(self):
-        """First SIGINT or SIGTERM: finish the step, save, leave. A second one takes effect at once."""
+    def _write_drafter(self, folder: Path) -> None:
+        tau = {"step": self.progress.step, "expected_tau": self.expected_tau}
+        drafters.save(
+            self.run.drafter,
+            folder,
+            target_name=self.cfg.target.name,
+            target_fingerprint=self.run.target_fingerprint,
+            thinking=self.cfg.target.thinking,
+            provenance={"recipe": dataclasses.asdict(self.cfg)},
+            extra={"training": tau},
+        )
 
-        def note(number: int, _frame: Any) -> None:
-            self._signal = number
-            for which, handler in before.items():
-                signal.signal(which, handler)
-            self._say("stopping after this step; the state is saved (once more to stop at once)")
+    def _decode(self) -> None:
+        """Real decoding of the saved drafter on the main rank, compared with what the training forward expects."""
+        cfg, failed = self.cfg.train, None
+        if self.expected_tau is None:
+            self.evaluate()
+        if distributed.is_main() and self.run.target is not None and self.expected_tau is not None:
+            prompts = evaluation.heldout_prompts(self.loader, cfg.decode_prompts)
+            tau = evaluation.decoded_tau(
+                self.run.target, Path(self.cfg.folder) / LAST, prompts, max_new_tokens=cfg.decode_tokens, seed=cfg.seed
+            )
+            failed = evaluation.gate(tau, self.expected_tau, cfg.decode_bound)
+            self._log("decode", {"tau": tau, "expected_tau": self.expected_tau, "agrees": failed is None})
+            say(failed or f"  decoded:  τ {tau:.3f} (expected {self.expected_tau:.3f})")
+        distributed.barrier()
 
-        which = (signal.SIGINT, signal.SIGTERM)
-        before: dict[int, Any] = {number: signal.signal(number, note) for number in which}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _resume(self, state: checkpoint.TrainingState) -> None:
+        self.progress = dataclasses.replace(state.progress, identity=self.progress.identity)
+        self.engine.restore(
+            lambda kind, name: state.tensor(kind, name.removeprefix("drafter.")), state.progress.adam_steps
+        )
+        if self.average is not None:
+            self.average.restore(state.kind("ema") or state.kind("master"))
+        say(f"continuing {self.cfg.folder} at step {self.progress.step}")
 
-    def _signalled(self) -> bool:
-        """Whether any rank got a signal. Collective."""
-        return bool(distributed.sum_across_ranks(torch.tensor(float(self._signal), device=self.engine.device)))
+    def _finish(self, *, complete: bool) -> None:
+        self.evaluate()
+        if self.progress.best_tau is None and complete:
+            self._save_weights(BEST)
+        self.progress.finished = complete
+        self.save()
+        if self.cfg.train.decode_every:
+            self._decode()
+        if self.tracker is not None:
+            self.tracker.close()
+        best = "" if self.progress.best_tau is None else f"; best expected τ {self.progress.best_tau:.3f}"
+        say(f"{self.cfg.folder}: step {self.progress.step} of {self.total} saved{best}")
 
-    @contextmanager
-    def _paused(self):
-        began = time.perf_counter()
-        yield
-        self.pace.pause(time.perf_counter() - began)
+    def _open_tracker(self) -> None:
+        if distributed.is_main():
+            config = dataclasses.asdict(self.cfg)
+            self.tracker = Tracker(
+                self.cfg.tracking, self.cfg.folder, name=self.cfg.name, config=config, step=self.progress.step
+            )
 
-    def _record(self, kind: str, values: dict[str, Any]) -> None:
+    def _log(self, kind: str, values: dict[str, Any]) -> None:
         if self.tracker is not None:
             self.tracker.log(self.progress.step, kind, values)
 
-    @staticmethod
-    def _say(text: str) -> None:
-        if distributed.is_main():
-            print(text, flush=True)
+    def _averaged(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.average is None else self.average.swapped()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT end the run after the current step; a second one ends it at once."""
+
+        def note(number: int, frame: Any) -> None:
+            self.signal = number
+            signal.signal(number, previous[number])
+            say(f"{signal.Signals(number).name}: saving after this step (again to leave at once)")
+
+        numbers = (int(signal.SIGTERM), int(signal.SIGINT))
+        previous: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
+        try:
+            for number in numbers:
+                signal.signal(number, note)
+        except ValueError:  # not in the main thread: the embedding program handles its own signals
+            previous = {}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def closing(steps: Iterator[list[DraftBatch]]) -> Iterator[Iterator[list[DraftBatch]]]:
+    """Ends the reading thread when the loop is left early."""
+    try:
+        yield steps
+    finally:
+        close = getattr(steps, "close", None)
+        if close is not None:
+            close()
+
+
+def say(text: str) -> None:
+    """Print on the main rank, at once."""
+    if distributed.is_main():
+        print(text, flush=True, file=sys.stdout)
 
 
 def peak_memory() -> float:
     """Largest memory of this process so far in bytes: the accelerator's, or resident memory on a CPU."""
     if torch.accelerator.is_available():
         return float(torch.accelerator.max_memory_allocated())
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+def _finite(value: float) -> bool:
+    return value == value and abs(value) != float("inf")
+
+
+def _some(ids: list[str]) -> str:
+    return ", ".join(ids[:8]) + (f" … ({len(ids)})" if len(ids) > 8 else "")
+
+
+def _gather(ids: list[str]) -> list[str]:
+    """Ids of all ranks."""
+    if distributed.world_size() == 1:
+        return ids
+    everyone: list[list[str]] = [[] for _ in range(distributed.world_size())]
+    torch.distributed.all_gather_object(everyone, ids)
+    return [id for one in everyone for id in one]
