@@ -1,0 +1,99 @@
+"""The in-process engine on a tiny model: its own greedy answers, whatever the batch; defaults of sampling."""
+
+from collections import deque
+
+import pytest
+import torch
+
+from deepspec.data.chat import render_prompt
+from deepspec.data.engines import Request, TransformersEngine, assistant_message, draw_index, sampling_from
+from deepspec.models.sampling import Sampling
+from tests.data.little_chat import chat_target
+
+
+@pytest.fixture(scope="module")
+def target():
+    return chat_target()
+
+
+def requests(count):
+    return [Request(f"p{n}", 0, [{"role": "user", "content": "a" * (3 * n % 11 + 1)}]) for n in range(count)]
+
+
+def engine(target, batch_size=3, sampling=None, seed=0):
+    return TransformersEngine(
+        target, sampling=sampling or Sampling(), max_new_tokens=9, batch_size=batch_size, seed=seed, thinking=False
+    )
+
+
+def answers(engine, wanted):
+    return {answer.request.id: answer for answer in engine.run(deque(wanted))}
+
+
+def test_answers_are_the_models_own_greedy_tokens(target):
+    found = answers(engine(target), requests(8))
+    for request in requests(8):
+        prompt = render_prompt(target.tokenizer, request.messages, False)
+        tokens = list(prompt)
+        for _ in range(9):  # naive: the whole forward again for each token
+            logits = target.model(torch.tensor([tokens])).logits[0, -1]
+            tokens.append(int(logits.argmax()))
+            if tokens[-1] in target.stop_ids:
+                break
+        answer = found[request.id]
+        assert answer.tokens == tokens[len(prompt) :]
+        assert answer.finish_reason == ("stop" if tokens[-1] in target.stop_ids else "length")
+        text = answer.tokens[:-1] if answer.finish_reason == "stop" else answer.tokens
+        assert answer.message["content"] == target.tokenizer.decode(text)
+
+
+def test_sampled_answers_depend_on_seed_id_and_turn_only(target):
+    warm = Sampling(temperature=1.0)
+    one = answers(engine(target, 1, warm), requests(8))
+    many = answers(engine(target, 5, warm), list(reversed(requests(8)))[:6])
+    assert all(many[key].tokens == one[key].tokens for key in many)
+    other = answers(engine(target, 1, warm, seed=1), requests(8))
+    assert any(other[key].tokens != one[key].tokens for key in one)
+    assert draw_index("a", 0) != draw_index("a", 1)
+    assert 0 <= draw_index("a", 0) < 2**62
+
+
+def test_follow_up_requests_join_and_problems_are_answers(target):
+    work = deque([*requests(2), Request("long", 0, [{"role": "user", "content": "x" * 600}])])
+    seen = []
+    counted = []
+    running = engine(target)
+    running.on_tokens = counted.append
+    for answer in running.run(work):
+        seen.append((answer.request.id, answer.request.turn))
+        if answer.error is None and answer.request.turn == 0:
+            more = [*answer.request.messages, answer.message, {"role": "user", "content": "b"}]
+            work.append(Request(answer.request.id, 1, more))
+        elif answer.error is not None:
+            assert "512 positions" in answer.error
+    assert sorted(seen) == [("long", 0), ("p0", 0), ("p0", 1), ("p1", 0), ("p1", 1)]
+    assert sum(counted) > 4
+
+
+def test_thinking_is_kept_apart_from_the_answer():
+    assert assistant_message("plain") == {"role": "assistant", "content": "plain"}
+    both = {"role": "assistant", "content": "yes", "reasoning_content": "why"}
+    assert assistant_message("<think>\nwhy\n</think>\n\nyes") == both
+    assert assistant_message("why\n</think>\n\nyes") == both  # the prompt opened the block
+    assert assistant_message("<think>\n\n</think>\n\nyes") == {"role": "assistant", "content": "yes"}
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "expected"),
+    [
+        ({}, {}, Sampling()),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}, {}, Sampling(0.6, 20, 0.95)),
+        ({"do_sample": True, "top_k": 64, "top_p": 0.95}, {}, Sampling(1.0, 64, 0.95)),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, {"temperature": 0.0}, Sampling()),
+        ({"do_sample": True, "temperature": 0.6}, {"temperature": None, "top_p": 0.5}, Sampling(0.6, 0, 0.5)),
+        ({}, {"temperature": 1.0}, Sampling(1.0)),
+        ({"top_k": 50, "do_sample": False}, {"temperature": 1.0}, Sampling(1.0)),
+    ],
+)
+def test_sampling_comes_from_the_recipe_then_the_model(model, given, expected):
+    assert sampling_from(model, given) == expected
