@@ -5,6 +5,7 @@ line.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,13 +101,14 @@ def write_rounds(path: str | Path, rounds: Rounds) -> None:
             stream.write(json.dumps(line) + "\n")
 
 
-def read_rounds(path: str | Path, settings: str | None = None) -> Rounds:
+def read_rounds(path: str | Path, run: str | None = None) -> Rounds:
     """Read a records file, or every *.jsonl below the folder of an evaluation, in name order.
 
     A line is one prompt: "rounds", a list of [proposed, accepted, committed], and "confidence", a list as long with the
     confidences of each round's block; "dataset", "prompt" and "turn" name the prompt, the first line of a name counts.
-    Lines with different "settings" are different runs: only those with confidences are considered, and if more than one
-    is left, ``settings`` (or its beginning) must choose. A round that a stop token cut counts as far as it was kept.
+    A run is named by its file ("records-NAME-rank0.jsonl" is NAME) and, where a file holds several, by "settings" too.
+    Only runs with confidences are considered, and if more than one is left, ``run`` (the beginning of its name) must
+    choose. A round that a stop token cut counts as far as it was kept.
     Raises RoundsError naming file and line.
     """
     path = Path(path)
@@ -114,14 +116,17 @@ def read_rounds(path: str | Path, settings: str | None = None) -> Rounds:
     if not files or not all(file.is_file() for file in files):
         raise RoundsError(f"{path}: no records; pass a .jsonl file or the folder an evaluation wrote (--output)")
     runs: dict[str, dict[tuple[str, ...], list[_Round]]] = {}
-    for run, key, rounds in _lines(files):
-        if run.startswith(settings or "") and any(confidence for _, _, confidence in rounds):
-            runs.setdefault(run, {}).setdefault(key, rounds)
+    for name, key, rounds in _lines(files):
+        if name.startswith(run or "") and any(confidence for _, _, confidence in rounds):
+            runs.setdefault(name, {}).setdefault(key, rounds)
     if not runs:
-        raise RoundsError(f"{path}: no rounds with confidences; evaluate with a drafter that has a confidence head")
+        chosen = f" in a run named {run}…" if run else ""
+        raise RoundsError(
+            f"{path}: no rounds with confidences{chosen}; evaluate with a drafter that has a confidence head"
+        )
     if len(runs) > 1:
-        counts = ", ".join(f"{run} ({len(prompts)} prompts)" for run, prompts in runs.items())
-        raise RoundsError(f"{path} holds several runs: choose one with --settings, or pass its file: {counts}")
+        counts = ", ".join(f"{name} ({len(prompts)} prompts)" for name, prompts in runs.items())
+        raise RoundsError(f"{path} holds several runs: choose one with --run NAME: {counts}")
     return from_prompts(next(iter(runs.values())).values())
 
 
@@ -137,7 +142,7 @@ def _lines(files: list[Path]) -> Iterator[tuple[str, tuple[str, ...], list[_Roun
 
 
 def _parse(line: str, file: Path, number: int) -> Iterator[tuple[str, tuple[str, ...], list[_Round]]]:
-    """Settings, name and rounds of one line; nothing for a line that is no record (failures, logs)."""
+    """Run, prompt and rounds of one line; nothing for a line that is no record (failures, logs)."""
     try:
         record: dict[str, Any] = json.loads(line)
         if "rounds" not in record:
@@ -152,7 +157,8 @@ def _parse(line: str, file: Path, number: int) -> Iterator[tuple[str, tuple[str,
             '"confidence": [[0.9, …]]} with as many of the one as of the other'
         ) from error
     key = tuple(str(record.get(name, "")) for name in ("dataset", "prompt", "turn"))
-    yield str(record.get("settings", file.name)), key, rounds
+    run = re.sub(r"^records-|-rank\d+$", "", file.stem)
+    yield f"{run}@{record['settings']}" if "settings" in record else run, key, rounds
 
 
 def _kept(proposed: int, accepted: int, committed: int) -> int:

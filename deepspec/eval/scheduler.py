@@ -117,7 +117,7 @@ class Static:
 
 
 class Threshold:
-    """The leading run of positions whose own confidence reaches ``threshold``; looks at no load."""
+    """The longest prefix whose survival stays at or above ``threshold`` (as generate's confidence_threshold)."""
 
     name = "threshold"
 
@@ -127,9 +127,9 @@ class Threshold:
         self.threshold = threshold
 
     def __call__(self, confidence_RG: np.ndarray) -> np.ndarray:
-        confidence_RG = np.asarray(confidence_RG)
-        passes = (confidence_RG >= self.threshold) & (confidence_RG > 0)
-        return np.logical_and.accumulate(passes, axis=1).sum(axis=1)
+        survival_GR = prefix_survival(confidence_RG)
+        passes = (survival_GR >= self.threshold) & (survival_GR > 0)
+        return np.add.reduce(passes, axis=0, dtype=np.int64)
 
 
 class _Curve:

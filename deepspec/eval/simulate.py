@@ -21,7 +21,7 @@ from deepspec.eval.sps import SPSTable, load_profile, roofline
 from deepspec.files import provenance, read_json, write_json
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
-THRESHOLDS = (0.3, 0.5, 0.7, 0.9)
+THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 
 
 def sweep(
@@ -117,7 +117,7 @@ def _stream(options: argparse.Namespace) -> tuple[Stream, str]:
         if options.sparse:
             stream = stream_of(record(stream), prompt_length=options.prompt_tokens)
         return stream, f"synthetic {options.synthetic}"
-    rounds = read_rounds(options.records, options.settings)
+    rounds = read_rounds(options.records, options.run)
     if options.temperatures is not None:
         found = read_json(options.temperatures)
         rounds = replace(rounds, confidence_NG=scale(rounds.confidence_NG, found["temperatures"]).astype(np.float32))
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deepspec.eval.simulate", description=__doc__)
     source = parser.add_argument_group("requests")
     source.add_argument("--records", type=Path, help="records of an evaluation with full blocks (folder or .jsonl)")
-    source.add_argument("--settings", help="which run, if the records hold several")
+    source.add_argument("--run", help="which run, if the records hold several")
     source.add_argument("--temperatures", type=Path, help="calibration.json to apply to the recorded confidences")
     source.add_argument("--synthetic", choices=sorted(DOMAINS), default="mix", help="without --records: kind of text")
     source.add_argument("--sources", type=int, default=2000, help="synthetic requests to draw from")

@@ -154,9 +154,9 @@ def test_records_files(tmp_path) -> None:
     cut = read_rounds(tmp_path / "records.jsonl")  # the second line of a prompt is a repetition
     assert (cut.proposed_N.tolist(), cut.accepted_N.tolist()) == ([2, 2], [2, 2])  # a stop token cut the first round
     (tmp_path / "more.jsonl").write_text(json.dumps({**line, "settings": "xyz"}) + "\n")
-    with pytest.raises(RoundsError, match="--settings"):
+    with pytest.raises(RoundsError, match=r"--run NAME: more@xyz \(1 prompts\), records@abc"):
         read_rounds(tmp_path)
-    assert len(read_rounds(tmp_path, "xy")) == 2
+    assert len(read_rounds(tmp_path, "more")) == 2
     (tmp_path / "more.jsonl").write_text('{"rounds": [[1, 1]], "confidence": [[0.5]]}\n')
     with pytest.raises(RoundsError, match="line 1"):
         read_rounds(tmp_path)

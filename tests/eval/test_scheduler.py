@@ -190,6 +190,7 @@ def test_static_and_threshold() -> None:
     assert Static(2)(confidence).tolist() == [2, 2, 2]
     assert Static(9)(confidence).tolist() == [3, 3, 2]
     assert Threshold(0.5)(confidence).tolist() == [1, 0, 2]
+    assert Threshold(0.6)(confidence).tolist() == [1, 0, 1]  # 0.8 · 0.7 is below it
     assert Threshold(0.0)(confidence).tolist() == [3, 3, 2]
 
 

@@ -1,0 +1,229 @@
+"""``python -m deepspec.eval.calibrate``: make a drafter's confidences mean what they say (Sequential Temperature
+Scaling).
+
+Reads the records of an evaluation, or decodes held-out prompts with full blocks itself; writes calibration.json and
+reliability.svg, and stores the temperatures in the drafter's config.json, where decoding and the exporters find them.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepspec.eval import calibration, calibration_report
+from deepspec.eval.max_probability import METADATA, MaxProbability
+from deepspec.eval.rounds import Rounds, RoundsError, from_prompts, read_rounds
+from deepspec.files import atomic_write, provenance, read_json, write_json
+
+FORMAT_VERSION = 1
+
+
+class CalibrateError(ValueError):
+    """A calibration that cannot be done as asked; the message says what to do instead."""
+
+
+def undo(rounds: Rounds, temperatures: tuple[float, ...]) -> Rounds:
+    """The raw confidences of rounds that were recorded with ``temperatures`` applied."""
+    raw_NG = calibration.scale(rounds.confidence_NG, [1 / value for value in temperatures]).astype(np.float32)
+    return Rounds(rounds.prompt_N, rounds.proposed_N, rounds.accepted_N, raw_NG)
+
+
+def recorded(options: argparse.Namespace) -> tuple[Rounds, Path | None]:
+    """Rounds of an evaluation's output with raw confidences, and the drafter that made them where that is known."""
+    rounds = read_rounds(options.records, options.run)
+    described = _described(options.records, options.run)
+    folder = Path(options.drafter) if options.drafter else None
+    if folder is None and described.get("folder"):
+        folder = Path(described["folder"])
+    if folder is None or not (folder / "config.json").is_file():
+        return rounds, None
+    from deepspec.eval.choose import Candidate
+    from deepspec.models.drafter import read_config
+
+    candidate = Candidate("drafter", folder, read_config(folder))
+    temperatures = candidate.own.get("temperatures")
+    if temperatures:
+        if described.get("fingerprint") != candidate.fingerprint():
+            raise CalibrateError(
+                f"{folder} has temperatures, and it is not known whether these records were made with them: evaluate "
+                "again, or leave --records out and let this command decode"
+            )
+        rounds = undo(rounds, tuple(temperatures))
+    return rounds, folder
+
+
+def _described(records: Path, run: str | None) -> Mapping[str, Any]:
+    """What results.json beside the records says of their drafter; {} where it is silent or ambiguous."""
+    file = (records if records.is_dir() else records.parent) / "results.json"
+    if not file.is_file():
+        return {}
+    drafters = [
+        item["drafter"]
+        for item in read_json(file).get("variants", [])
+        if (item.get("drafter") or {}).get("confidence") and str(item.get("id", item["label"])).startswith(run or "")
+    ]
+    folders = {drafter["folder"] for drafter in drafters}
+    return drafters[0] if len(folders) == 1 else {}
+
+
+def collect(options: argparse.Namespace) -> tuple[Rounds, Path]:
+    """Decode held-out prompts with full blocks and raw confidences; resumable, like any evaluation."""
+    from deepspec.eval import choose, suites
+    from deepspec.eval.__main__ import demo_file, describe
+    from deepspec.eval.run import RunConfig, Session, first_turns
+    from deepspec.eval.summary import Variant
+    from deepspec.models import drafter as checkpoints
+    from deepspec.models.frozen_head import FrozenHead
+    from deepspec.models.sampling import Sampling
+    from deepspec.models.target import Target
+
+    candidate = choose.candidates([options.drafter] if options.drafter else [])[0]
+    if not candidate.confidence and not options.max_probability:
+        raise CalibrateError(
+            f"{candidate.folder} has no confidence head: pass --max-probability to use its largest probabilities"
+        )
+    thinking = bool(candidate.thinking) if options.thinking is None else options.thinking
+    cfg = choose.target_config(options.target, [candidate], options.dtype, thinking)
+    loaded = suites.load(
+        options.suite, demo_file=demo_file([candidate], cfg.name), limit=options.limit, seed=options.seed
+    )
+    target = Target.load(cfg, options.device)
+    for warning in choose.check_fit(candidate, target, thinking, allow_mismatch=False):
+        print(f"warning: {warning}", file=sys.stderr)
+    drafter: Any = checkpoints.load(candidate.folder, FrozenHead.of(target))
+    drafter.temperatures = None
+    if options.max_probability:
+        drafter = MaxProbability(drafter)
+    config = RunConfig(Sampling(options.temperature), options.max_new_tokens, thinking, options.seed)
+    plan = first_turns(target, loaded, config)
+    label = f"calibrate-{candidate.label}" + ("-max-probability" if options.max_probability else "")
+    # The weights name the drafter here, not its config: storing temperatures must not void what was decoded.
+    facts = describe(candidate) | {"fingerprint": _weights(candidate.folder)}
+    variant = Variant(label, candidate.kind, drafter.block_size, options.batch_size, drafter=facts)
+    options.output = options.output or Path("runs") / cfg.name / "eval" / label
+    decoded = Session(target, config, options.output).decode(variant, drafter, plan.asks)
+    return rounds_of([record for records in decoded.values() for record in records]), candidate.folder
+
+
+def _weights(folder: Path) -> str:
+    from deepspec.files import sha256_file
+
+    return " ".join(sha256_file(file) for file in sorted(folder.glob("*.safetensors")))
+
+
+def rounds_of(records: list[Any]) -> Rounds:
+    """Rounds of the evaluator's records; a round that a stop token cut counts as far as it was kept."""
+    return from_prompts(
+        [
+            (offered if committed > accepted else committed, min(accepted, committed), confidence)
+            for (offered, accepted, committed), confidence in zip(
+                record.rounds, record.confidence or [None] * len(record.rounds), strict=True
+            )
+        ]
+        for record in records
+    )
+
+
+def store(folder: Path, report: Mapping[str, Any], *, max_probability: bool, source: str) -> None:
+    """Put the temperatures into the drafter's config.json (atomic, weights untouched)."""
+    from deepspec.models.drafter import update_metadata
+
+    summary = {
+        "format_version": FORMAT_VERSION,
+        "method": "sts",
+        "mean_ece_before": report["comparison"]["raw"]["mean_ece"],
+        "mean_ece_after": report["comparison"]["sts"]["mean_ece"],
+        "counts": report["counts"],
+        "source": source,
+    }
+    key = METADATA if max_probability else "temperatures"
+    update_metadata(folder, **{key: report["temperatures"], "calibration": summary})
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Fit, print, write, store. Returns the report."""
+    if options.records is not None:
+        rounds, folder = recorded(options)
+        source, output = str(options.records), options.output or _folder_of(options.records)
+    else:
+        rounds, folder = collect(options)
+        output = options.output
+        source = str(output)
+    if not len(rounds):
+        raise RoundsError("no rounds: every answer ended at once")
+    report = calibration_report.calibrate(
+        rounds, seed=options.seed, test_share=options.test_share, resamples=options.resamples
+    )
+    print(calibration_report.render(report))
+    if options.sweep:
+        print(calibration_report.render_sweep(report))
+    about = {"kind": "deepspec-calibration", "format_version": FORMAT_VERSION, "method": "sts", "source": source}
+    content = {**about, **report, "provenance": provenance()}
+    _write(output, content, report)
+    better = report["comparison"]["sts"]["mean_ece"] < report["comparison"]["raw"]["mean_ece"]
+    if folder is None:
+        print("temperatures are in calibration.json only: pass --drafter FOLDER to store them in the drafter")
+    elif options.no_store or not better:
+        print("not stored" + ("" if better else ": these temperatures are no better than none on the test prompts"))
+    else:
+        store(folder, report, max_probability=options.max_probability, source=source)
+        write_json(folder / "calibration.json", content)
+        print(f"temperatures stored in {folder}/config.json")
+    return report
+
+
+def _folder_of(records: Path) -> Path:
+    return records if records.is_dir() else records.parent
+
+
+def _write(output: Path, content: Mapping[str, Any], report: Mapping[str, Any]) -> None:
+    from deepspec.eval.plots_serving import reliability
+
+    write_json(output / "calibration.json", content)
+    with atomic_write(output / "reliability.svg") as temporary:
+        temporary.write_text(reliability(report["reliability"]), encoding="utf-8")
+    print(f"wrote {output}/calibration.json, reliability.svg")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    out = argparse.ArgumentParser(prog="python -m deepspec.eval.calibrate", description=__doc__)
+    out.add_argument("--drafter", metavar="FOLDER", help="default: the one the records name, else the newest in runs/")
+    out.add_argument("--records", type=Path, help="output folder (or records file) of an evaluation with full blocks")
+    out.add_argument("--run", metavar="NAME", help="which run, if the records hold several")
+    out.add_argument("--target", help="recipe, folder or hub id; default: the one the drafter records")
+    out.add_argument("--suite", nargs="+", default=["demo"], help="prompts to decode without --records (held-out demo)")
+    out.add_argument("--limit", type=int, help="prompts for each data set")
+    out.add_argument("--temperature", type=float, default=1.0, help="of the sampling (default 1)")
+    out.add_argument("--max-new-tokens", type=int, default=256)
+    out.add_argument("--batch-size", type=int, default=8)
+    out.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: as the drafter was trained")
+    out.add_argument(
+        "--max-probability", action="store_true", help="use max q as confidence (no confidence head needed)"
+    )
+    out.add_argument("--test-share", type=float, default=0.5, help="share of the prompts that judge (default 0.5)")
+    out.add_argument("--resamples", type=int, default=200, help="of the bootstrap over prompts")
+    out.add_argument("--sweep", action="store_true", help="print the threshold sweep (paper Figure 5)")
+    out.add_argument("--no-store", action="store_true", help="leave the drafter as it is")
+    out.add_argument("--output", type=Path, help="folder; default: that of the records, else runs/TARGET/eval/…")
+    out.add_argument("--device")
+    out.add_argument("--dtype", default="auto")
+    out.add_argument("--seed", type=int, default=0)
+    return out
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    try:
+        run(parser().parse_args(argv))
+    except ValueError as error:
+        print(f"calibrate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

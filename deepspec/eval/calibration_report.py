@@ -1,0 +1,129 @@
+"""What a calibration did, as plain values: before and after by position, rivals, threshold sweep, and words. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from deepspec.eval import calibration
+from deepspec.eval.rounds import Rounds
+
+THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(20))
+Table = dict[str, Any]
+
+
+def calibrate(rounds: Rounds, *, seed: int = 0, test_share: float = 0.5, resamples: int = 200) -> Table:
+    """Fit STS on some prompts and judge it, and its rivals, on the others.
+
+    Returns "temperatures", "positions" (before and after with intervals), "comparison" (mean ECE of the survivals by
+    method), "best", "reliability", "sweep" and the counts. Raises RoundsError when there is too little to fit.
+    """
+    fit, test = rounds.split(seed, test_share)
+    calibration.check(fit)
+    calibration.check(test)
+    block = rounds.block_size
+    temperatures = calibration.fit_sts(fit)
+    single = calibration.fit_single(fit)
+    raw_NG = np.asarray(test.confidence_NG, dtype=np.float64)
+    methods = {
+        "raw": raw_NG,
+        "sts": calibration.scale(raw_NG, temperatures),
+        "single": calibration.scale(raw_NG, [single] * block),
+        "isotonic": calibration.fit_isotonic(fit)(raw_NG),
+    }
+    comparison: dict[str, dict[str, Any]] = {}
+    for name, values_NG in methods.items():
+        errors = calibration.errors_of(test, values_NG)
+        comparison[name] = {"mean_ece": float(np.mean(errors)), "ece": errors}
+    before = calibration.judge(test, raw_NG, resamples=resamples, seed=seed)
+    after = calibration.judge(test, methods["sts"], resamples=resamples, seed=seed)
+    return {
+        "temperatures": list(temperatures),
+        "single_temperature": single,
+        "counts": {
+            name: {"prompts": len(part.prompts), "rounds": len(part)} for name, part in (("fit", fit), ("test", test))
+        },
+        "positions": [
+            {
+                "position": k + 1,
+                "temperature": temperatures[k],
+                "before": {name: asdict(interval) for name, interval in before[k].items()},
+                "after": {name: asdict(interval) for name, interval in after[k].items()},
+            }
+            for k in range(block)
+        ],
+        "comparison": comparison,
+        "best": min(comparison, key=lambda name: comparison[name]["mean_ece"]),
+        "reliability": [
+            {
+                "position": k + 1,
+                "before": reliability(test, raw_NG, k),
+                "after": reliability(test, methods["sts"], k),
+            }
+            for k in range(block)
+        ],
+        "sweep": {"before": sweep(test, raw_NG), "after": sweep(test, methods["sts"])},
+    }
+
+
+def reliability(rounds: Rounds, confidence_NG: np.ndarray, position: int, bins: int = calibration.BINS) -> Table:
+    """Mean survival, share accepted and count of every bin that holds rounds."""
+    samples = calibration.observed(rounds, position)
+    predicted = np.cumprod(confidence_NG, axis=1)[samples.rows, position]
+    index = np.minimum((predicted * bins).astype(np.int64), bins - 1)
+    count = np.bincount(index, minlength=bins)
+    filled = count > 0
+    sums = [np.bincount(index, weights=values, minlength=bins) for values in (predicted, samples.outcome)]
+    means = [values[filled] / count[filled] for values in sums]
+    return {"predicted": means[0].tolist(), "observed": means[1].tolist(), "count": count[filled].tolist()}
+
+
+def sweep(rounds: Rounds, confidence_NG: np.ndarray, thresholds: Sequence[float] = THRESHOLDS) -> list[Table]:
+    """Verify only the prefix whose survival reaches a threshold (paper Figure 5): a what-if, exact for each round.
+
+    "acceptance_rate": accepted share of the verified draft tokens; "length": how many are verified; "tau". Rounds are
+    taken where they started in the recorded run, full blocks only.
+    """
+    full = rounds.proposed_N == rounds.block_size
+    survival_NG = np.cumprod(confidence_NG[full], axis=1)
+    accepted_N = rounds.accepted_N[full]
+    rows = []
+    for threshold in thresholds:
+        length_N = (survival_NG >= threshold).sum(axis=1)
+        taken_N = np.minimum(accepted_N, length_N)
+        rate = float(taken_N.sum() / length_N.sum()) if length_N.sum() else None
+        row = {"threshold": threshold, "acceptance_rate": rate, "length": float(length_N.mean())}
+        rows.append({**row, "tau": float(1 + taken_N.mean())})
+    return rows
+
+
+def render(report: Table) -> str:
+    """The report as text."""
+    lines = ["position  temperature   ECE before → after [95 %]              Brier            AUC of c_k"]
+    for row in report["positions"]:
+        before, after = row["before"], row["after"]
+        ece = after["ece"]
+        lines.append(
+            f"{row['position']:>8}  {row['temperature']:>11.3f}   {before['ece']['value']:>8.2%} → {ece['value']:.2%} "
+            f"[{ece['low']:.2%}, {ece['high']:.2%}]   {before['brier']['value']:.4f} → {after['brier']['value']:.4f}   "
+            f"{before['auc_conditional']['value']:.4f} → {after['auc_conditional']['value']:.4f}"
+        )
+    means = {name: values["mean_ece"] for name, values in report["comparison"].items()}
+    lines.append("mean ECE on the test prompts: " + ", ".join(f"{name} {value:.2%}" for name, value in means.items()))
+    if report["best"] != "sts":
+        best = report["best"]
+        lines.append(
+            f"note: STS is not the best here: {best} has {means[best]:.2%} against {means['sts']:.2%}"
+            + (" (but ties confidences and changes their order)" if best == "isotonic" else "")
+        )
+    return "\n".join(lines)
+
+
+def render_sweep(report: Table) -> str:
+    """The threshold sweep as text, calibrated confidences."""
+    lines = ["threshold  acceptance  verified  tau"]
+    for row in report["sweep"]["after"]:
+        rate = "–" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.1%}"
+        lines.append(f"{row['threshold']:>9.2f}  {rate:>10}  {row['length']:>8.2f}  {row['tau']:.2f}")
+    return "\n".join(lines)

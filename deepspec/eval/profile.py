@@ -1,0 +1,221 @@
+"""``python -m deepspec.eval.profile``: measure SPS(B), the target's steps per second against the tokens of a step.
+
+One step is what a verification is: the target's pass over B new tokens behind a context, logits of all of them, argmax.
+The table feeds the schedulers and the simulator; ``--import`` turns a CSV measured elsewhere into the same file.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspec.eval.sps import SPSProfile, SPSTable, load_profile
+from deepspec.files import provenance
+from deepspec.models.kv_cache import KVCache
+from deepspec.models.target import Target
+
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """sizes: tokens of a step; contexts: cached tokens of each request; width: tokens a request brings at most (γ + 1),
+    so a step of B tokens has ⌈B / width⌉ requests; repeats: rounds over all sizes; seconds: least time of one sample.
+    """
+
+    sizes: tuple[int, ...] = SIZES
+    contexts: tuple[int, ...] = (256,)
+    width: int = 8
+    repeats: int = 7
+    seconds: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("sizes", "contexts"):
+            values = getattr(self, name)
+            if not values or list(values) != sorted(set(values)) or values[0] < (1 if name == "sizes" else 0):
+                raise ValueError(f"{name} is {values}: give ascending positive numbers")
+        if self.width < 1 or self.repeats < 1:
+            raise ValueError(f"width ({self.width}) and repeats ({self.repeats}) must be at least 1")
+
+
+def measure(target: Target, how: Measuring, progress: Callable[[str], None] = lambda _: None) -> SPSProfile:
+    """Time every size at every context.
+
+    Sizes are taken in turn, ``repeats`` times over, so that a slow minute of the machine touches all of them; the
+    median of a size counts, and its spread (half the interquartile range over the median) is kept. Tables are made
+    non-increasing (``SPSTable.envelope``): what a larger step does faster, padding gives the smaller one.
+    """
+    limit = target.config.max_position_embeddings
+    if how.contexts[-1] + how.width > limit:
+        raise ValueError(
+            f"context {how.contexts[-1]} and {how.width} tokens exceed the {limit} positions of {target.name}"
+        )
+    tables, measured, prefill = [], [], 0.0
+    for context in how.contexts:
+        steps = _Steps(target, how, context)
+        prefill = max(prefill, steps.prefill_rate)
+        samples: dict[int, list[float]] = {size: [] for size in how.sizes}
+        for turn in range(how.repeats):
+            for size in how.sizes:
+                samples[size].append(steps.seconds(size))
+            progress(f"context {context}: round {turn + 1} of {how.repeats}")
+        medians = {size: statistics.median(values) for size, values in samples.items()}
+        rates = tuple(1.0 / medians[size] for size in how.sizes)
+        tables.append(SPSTable(how.sizes, rates, context, source=f"profile of {target.name}").envelope())
+        measured += [
+            {"context": context, "tokens": size, "seconds": medians[size], "spread": _spread(samples[size])}
+            for size in how.sizes
+        ]
+    details = {
+        "target": {"name": target.name, "fingerprint": target.fingerprint},
+        "device": _device_name(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "width": how.width,
+        "repeats": how.repeats,
+        "prefill_tokens_per_second": prefill,
+        "measured": measured,
+        "provenance": provenance(),
+    }
+    return SPSProfile(tuple(tables), details)
+
+
+def _spread(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / 2 / middle
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+class _Steps:
+    """Verification steps of any size behind contexts of one length."""
+
+    def __init__(self, target: Target, how: Measuring, context: int) -> None:
+        self.target, self.how, self.context = target, how, context
+        self.rows = -(-how.sizes[-1] // how.width)
+        self.cache: KVCache = target.new_cache(self.rows, context + how.width)
+        self.generator = torch.Generator().manual_seed(0)
+        self.cache.add(self.rows)
+        self.prefill_rate = self._prefill() if context else 0.0
+        for size in how.sizes:  # warm-up: kernels, allocator
+            self._step(size)
+
+    @torch.inference_mode()
+    def _prefill(self) -> float:
+        """Fill the contexts a few rows at a time; returns tokens/s."""
+        at_once = max(1, 2048 // self.context)
+        start = time.perf_counter()
+        for first in range(0, self.rows, at_once):
+            last = min(first + at_once, self.rows)
+            view = self.cache.rows_view(first, last)
+            self.target(self._tokens(last - first, self.context), cache=view, taps=True)
+        self._wait()
+        return self.rows * self.context / (time.perf_counter() - start)
+
+    def seconds(self, size: int) -> float:
+        """Mean time of a step over at least ``how.seconds``."""
+        count, start = 0, time.perf_counter()
+        while True:
+            self._step(size)
+            count += 1
+            elapsed = time.perf_counter() - start
+            if elapsed >= self.how.seconds:
+                return elapsed / count
+
+    @torch.inference_mode()
+    def _step(self, size: int) -> None:
+        width = min(size, self.how.width)
+        rows = -(-size // width)
+        counts = [width] * (rows - 1) + [size - width * (rows - 1)]
+        view = self.cache.rows_view(0, rows)
+        states = self.target(self._tokens(rows, width), lengths_B=counts, cache=view, taps=True)
+        kept = states.last_BTD.flatten(0, 1)[:size]  # padding is at the end: only the last row may be short
+        self.target.logits(kept).argmax(-1)
+        view.truncate(torch.full((rows,), self.context))
+        self._wait()
+
+    def _tokens(self, rows: int, width: int) -> torch.Tensor:
+        tokens = torch.randint(0, self.target.vocab_size, (rows, width), generator=self.generator)
+        return tokens.to(self.target.device)
+
+    def _wait(self) -> None:
+        if self.target.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def render(profile: SPSProfile) -> str:
+    """Tables as text: tokens of a step, steps/s, ms, tokens/s, spread."""
+    spreads = {(row["context"], row["tokens"]): row["spread"] for row in profile.details.get("measured", [])}
+    lines = []
+    for table in profile.tables:
+        lines.append(f"context {table.context}\n  tokens   steps/s   ms/step  tokens/s  spread")
+        for size, rate in zip(table.tokens, table.steps_per_second, strict=True):
+            spread = spreads.get((table.context, size))
+            shown = "" if spread is None else f"{spread:>7.1%}"
+            lines.append(f"{size:>8}{rate:>10.2f}{1e3 / rate:>10.2f}{rate * size:>10.0f} {shown}")
+    return "\n".join(lines)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    out = argparse.ArgumentParser(prog="python -m deepspec.eval.profile", description=__doc__)
+    out.add_argument("--target", help="recipe, folder or hub id")
+    out.add_argument("--import", dest="imported", type=Path, metavar="CSV", help="take a table measured elsewhere")
+    out.add_argument("--sizes", type=_numbers, default=SIZES, metavar="1,2,4", help="tokens of a step")
+    out.add_argument("--contexts", type=_numbers, default=(256,), metavar="256,1024", help="cached tokens")
+    out.add_argument("--width", type=int, default=8, help="tokens of a request at most: γ + 1 (default 8)")
+    out.add_argument("--repeats", type=int, default=7)
+    out.add_argument("--output", type=Path, help=".json or .csv; default runs/TARGET/sps.json")
+    out.add_argument("--device")
+    out.add_argument("--dtype", default="auto")
+    return out
+
+
+def run(options: argparse.Namespace) -> SPSProfile:
+    """Measure or import, print, write."""
+    if (options.target is None) == (options.imported is None):
+        raise ValueError("pass --target NAME to measure, or --import CSV to take a table measured elsewhere")
+    output: Path | None = options.output
+    if options.imported is not None:
+        profile = load_profile(options.imported)
+        output = output or options.imported.with_suffix(".json")
+    else:
+        from deepspec.eval.choose import target_config
+
+        how = Measuring(options.sizes, options.contexts, options.width, options.repeats)
+        cfg: Any = target_config(options.target, [], options.dtype, False)
+        target = Target.load(cfg, options.device)
+        profile = measure(target, how, lambda text: print(text, file=sys.stderr))
+        output = output or Path("runs") / cfg.name / "sps.json"
+    print(render(profile))
+    profile.save(output)
+    print(f"wrote {output}")
+    return profile
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    try:
+        run(parser().parse_args(argv))
+    except ValueError as error:
+        print(f"profile: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
