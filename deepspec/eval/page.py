@@ -15,7 +15,7 @@ h2 { font-size: 21px; margin: 56px 0 4px; padding-top: 20px; letter-spacing: -0.
   border-top: 1px solid var(--line); }
 h3 { font-size: 15px; margin: 28px 0 8px; }
 p { margin: 6px 0 14px; max-width: 76ch; }
-.lead { color: var(--muted); margin-bottom: 26px; }
+.lead { max-width: none; color: var(--muted); margin-bottom: 26px; }
 .note { color: var(--muted); font-size: 14.5px; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: 14px; margin: 24px 0 8px; }
 .card { background: var(--soft); border-radius: 10px; padding: 16px 18px; }

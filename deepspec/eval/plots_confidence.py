@@ -61,9 +61,20 @@ def threshold_sweep(item: Results) -> str:
 
 
 def training_curves(runs: dict[str, Sequence[dict[str, float]]]) -> str:
-    """Loss and τ over steps: ``runs`` maps a label to rows with step, and loss, tau_expected or tau_decoded."""
-    panels = (("loss", "training loss"), ("tau_expected", "τ expected from training batches"), ("tau_decoded", "τ decoded"))
-    present = [panel for panel in panels if any(panel[0] in row for rows in runs.values() for row in rows)]
+    """Loss and τ over steps: ``runs`` maps a label to rows with step and some of the keys below.
+
+    A curve that has a single point everywhere is left out.
+    """
+    panels = {
+        "loss": "training loss",
+        "tau_train": "expected τ, training batches",
+        "tau_heldout": "expected τ, held-out",
+        "tau_decoded": "decoded τ",
+    }
+    points = {key: [sum(row.get(key) is not None for row in rows) for rows in runs.values()] for key in panels}
+    present = [(key, title) for key, title in panels.items() if max(points[key], default=0) > 1]
+    if len(present) > 3:
+        present = [panel for panel in present if panel[0] != "tau_train"]
 
     def draw(axes: Any) -> None:
         axes = axes if len(present) > 1 else [axes]

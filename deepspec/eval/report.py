@@ -16,10 +16,11 @@ from deepspec.eval.summary import FORMAT, PLAIN, VERSION
 from deepspec.files import atomic_write, read_json
 
 Results = dict[str, Any]
-METRIC_NAMES = {
-    "loss": ("loss", "train/loss"),
-    "tau_expected": ("tau_expected", "tau", "train/tau", "expected_tau"),
-    "tau_decoded": ("tau_decoded", "eval/tau", "decode_tau", "val/tau"),
+# kind of a metrics.jsonl record → its fields that are drawn, under the names of the curves
+CURVES = {
+    "train": {"loss": "loss", "tau": "tau_train"},
+    "heldout": {"tau": "tau_heldout"},
+    "decode": {"tau": "tau_decoded"},
 }
 
 
@@ -254,7 +255,9 @@ def _training(shown: Sequence[Results]) -> Section:
     if not runs:
         text = "No metrics.jsonl lies beside these drafters."
         return Section("training", "Training", page.paragraph(text, "note"))
-    caption = "From the metrics.jsonl of each drafter; the smooth line is a moving average."
+    caption = (
+        "From each drafter's metrics.jsonl. Expected τ is the training forward's; pale lines are single log steps."
+    )
     return Section("training", "Training", page.figure(plots_confidence.training_curves(runs), caption))
 
 
@@ -277,11 +280,9 @@ def training_rows(folder: Path) -> list[dict[str, float]]:
 
 def _row(row: Results) -> dict[str, float]:
     out = {"step": float(row["step"])}
-    for name, keys in METRIC_NAMES.items():
-        for key in keys:
-            if isinstance(row.get(key), int | float):
-                out[name] = float(row[key])
-                break
+    for name, curve in CURVES.get(str(row.get("kind")), {}).items():
+        if isinstance(row.get(name), int | float):
+            out[curve] = float(row[name])
     return out
 
 

@@ -5,6 +5,7 @@ Does not choose drafters and does not summarise.
 
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -253,8 +254,15 @@ class Progress:
         from tqdm import tqdm
 
         title = variant.label if not variant.block else f"{variant.label} k={variant.block}"
+        # a log file gets a line now and then, a terminal a living bar
+        interval = 0.2 if sys.stderr.isatty() else 15.0
         self._bar = tqdm(
-            total=prompts + done, initial=done, desc=f"{title} b={variant.batch}", unit="prompt", disable=quiet
+            mininterval=interval,
+            total=prompts + done,
+            initial=done,
+            desc=f"{title} b={variant.batch}",
+            unit="prompt",
+            disable=quiet,
         )
         self._started, self._tokens, self._rounds, self._committed = time.perf_counter(), 0, 0, 0
 

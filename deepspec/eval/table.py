@@ -64,7 +64,9 @@ def spread(metric: Results, digits: int = 2) -> str:
 
 def positions(values: Sequence[float | None]) -> str:
     """Acceptance by position in two decimals without the leading zero."""
-    return " ".join("–" if value is None else f"{value:.2f}".replace("0.", ".", 1) for value in values)
+    return " ".join(
+        "–" if value is None else f"{value:.2f}".replace("0.", ".", 1).replace("1.00", "1.0") for value in values
+    )
 
 
 def times(metric: Results | None) -> str:

@@ -8,9 +8,16 @@ import time
 import numpy as np
 import pytest
 
-from deepspec.eval import calibration
+from deepspec.eval import calibrate, calibration, calibration_report
+from deepspec.eval.max_probability import MaxProbability
 from deepspec.eval.replay import Difficulty, record, synthetic
 from deepspec.eval.rounds import Rounds, RoundsError, from_prompts, read_rounds, write_rounds
+from deepspec.models import drafter as checkpoints
+from deepspec.models.decode import generate
+from deepspec.models.frozen_head import FrozenHead
+from deepspec.models.sampling import Sampling
+from deepspec.models.target import Target, TargetConfig
+from tests.eval import tiny_run
 
 
 def random_rounds(seed: int, prompts: int = 40, per_prompt: int = 30, block: int = 3, sharpness: float = 2.0) -> Rounds:
@@ -162,3 +169,111 @@ def test_records_files(tmp_path) -> None:
         read_rounds(tmp_path)
     with pytest.raises(RoundsError, match="accepted 3 of 2"):
         from_prompts([[(2, 3, [0.5, 0.5])]])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A target, a DSpark and an EAGLE-3 drafter with random weights, and prompts."""
+    folder = tmp_path_factory.mktemp("calibrate")
+    target = tiny_run.save_target(folder / "tiny")
+    tiny_run.save_drafter(folder / "drafters" / "dspark", target)
+    tiny_run.save_drafter(folder / "drafters" / "eagle3", target, kind="eagle3", ttt_length=3)
+    tiny_run.write_prompts(folder / "prompts.jsonl", [[f"Question {i}?"] for i in range(6)])
+    return folder
+
+
+def decode_and_calibrate(folder, name: str, *more: object) -> int:
+    arguments = [
+        "--drafter",
+        folder / "drafters" / name,
+        "--target",
+        folder / "tiny",
+        "--suite",
+        folder / "prompts.jsonl",
+    ]
+    arguments += ["--max-new-tokens", "60", "--output", folder / name, "--device", "cpu", "--resamples", "20", *more]
+    return calibrate.main([*map(str, arguments)])
+
+
+def test_command_decodes_stores_and_is_undone(trained, capsys) -> None:
+    checkpoint = trained / "drafters" / "dspark"
+    before = json.loads((checkpoint / "config.json").read_text())
+    assert decode_and_calibrate(trained, "dspark", "--sweep") == 0
+    report = json.loads((trained / "dspark" / "calibration.json").read_text())
+    assert (trained / "dspark" / "reliability.svg").read_text().startswith("<svg")
+    assert report["comparison"]["sts"]["mean_ece"] < report["comparison"]["raw"]["mean_ece"]
+    for row in report["positions"]:
+        assert row["after"]["auc_conditional"]["value"] == pytest.approx(row["before"]["auc_conditional"]["value"])
+    after = json.loads((checkpoint / "config.json").read_text())
+    assert after["deepspec"]["temperatures"] == report["temperatures"]
+    assert after["deepspec"]["calibration"]["format_version"] == 1
+    changed = {key for key in after["deepspec"] if after["deepspec"][key] != before["deepspec"].get(key)}
+    assert changed == {"temperatures", "calibration"}
+    assert (checkpoint / "calibration.json").is_file()
+    assert "threshold  acceptance" in capsys.readouterr().out
+    # Again: nothing is decoded twice, and raw confidences are fitted although the drafter has temperatures now.
+    assert decode_and_calibrate(trained, "dspark") == 0
+    assert json.loads((checkpoint / "config.json").read_text())["deepspec"]["temperatures"] == report["temperatures"]
+
+    output = trained / "evaluated"
+    arguments = ["--suite", trained / "prompts.jsonl", "--drafter", checkpoint, "--target", trained / "tiny"]
+    arguments += ["--temperature", 1, "--max-new-tokens", 60, "--output", output, "--no-plain"]
+    assert tiny_run.evaluate(*arguments) == 0
+    rounds = read_rounds(output)
+    found, folder = calibrate.recorded(calibrate.parser().parse_args(["--records", str(output)]))
+    assert folder == checkpoint
+    logits = calibration.logit(found.confidence_NG.astype(float)) / np.array(report["temperatures"])
+    assert np.allclose(logits, calibration.logit(rounds.confidence_NG.astype(float)), atol=1e-3)
+    fields = json.loads((checkpoint / "config.json").read_text())
+    fields["deepspec"]["temperatures"] = [1.0, 1.0, 1.0, 1.0]
+    (checkpoint / "config.json").write_text(json.dumps(fields))
+    assert calibrate.main(["--records", str(output)]) == 2
+    assert "not known whether these records" in capsys.readouterr().err
+
+
+def test_drafters_without_a_confidence_head(trained, capsys) -> None:
+    assert decode_and_calibrate(trained, "eagle3") == 2
+    assert "--max-probability" in capsys.readouterr().err
+    assert decode_and_calibrate(trained, "eagle3", "--max-probability", "--temperature", 0) == 0
+    fields = json.loads((trained / "drafters" / "eagle3" / "config.json").read_text())["deepspec"]
+    if "calibration" in fields:  # stored only when it helped
+        assert len(fields["max_probability_temperatures"]) == 4
+        assert not fields.get("temperatures")
+
+
+def test_max_probability_is_that_of_the_draft_and_leaves_it_alone(trained) -> None:
+    target = Target.load(TargetConfig("tiny", str(trained / "tiny")), "cpu")
+    inner = checkpoints.load(trained / "drafters" / "eagle3", FrozenHead.of(target))
+    prompt = [list(range(5, 15))]
+    for sampling in (Sampling(), Sampling(0.8)):
+        plain, wrapped = (
+            next(iter(generate(target, prompt, drafter=each, sampling=sampling, max_new_tokens=12, stop_ids=())))
+            for each in (inner, MaxProbability(inner))
+        )
+        assert plain.tokens == wrapped.tokens
+        assert [r.accepted for r in plain.rounds] == [r.accepted for r in wrapped.rounds]
+        values = np.array([r.confidence for r in wrapped.rounds])
+        assert ((values > 1 / target.vocab_size) & (values < 1)).all()
+    halved = MaxProbability(inner, (2.0,) * 4)
+    cooler = next(iter(generate(target, prompt, drafter=halved, max_new_tokens=12, stop_ids=())))
+    raw = next(iter(generate(target, prompt, drafter=MaxProbability(inner), max_new_tokens=12, stop_ids=())))
+    expected = calibration.logit(np.array([r.confidence for r in raw.rounds])) / 2
+    assert np.allclose(calibration.logit(np.array([r.confidence for r in cooler.rounds])), expected, atol=1e-4)
+
+
+def test_sweep_raises_acceptance() -> None:
+    rounds = random_rounds(8, prompts=100)
+    rows = calibration_report.sweep(rounds, rounds.confidence_NG)
+    assert rows[0]["length"] == 3.0
+    assert rows[0]["acceptance_rate"] == pytest.approx(rounds.accepted_N.mean() / 3)
+    assert rows[16]["acceptance_rate"] > rows[0]["acceptance_rate"] + 0.1
+    assert [row["tau"] for row in rows] == sorted((row["tau"] for row in rows), reverse=True)
+
+
+def test_too_little_to_fit(tmp_path, capsys) -> None:
+    write_rounds(tmp_path / "records.jsonl", random_rounds(9, prompts=4, per_prompt=5))
+    assert calibrate.main(["--records", str(tmp_path)]) == 2
+    assert "at least 50" in capsys.readouterr().err
+    write_rounds(tmp_path / "records.jsonl", random_rounds(9))
+    assert calibrate.main(["--records", str(tmp_path), "--resamples", "20"]) == 0
+    assert "pass --drafter FOLDER" in capsys.readouterr().out

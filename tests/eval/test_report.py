@@ -68,7 +68,9 @@ def checked(html: str) -> Checker:
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     out = made_up.results(["gsm8k", "mbpp", "alpaca"], {"dspark": 1.0, "dflash": 0.9}, count=5)
-    rows = [{"step": step, "loss": 3 - 0.01 * step, "tau_expected": 1 + 0.01 * step} for step in range(0, 100, 2)]
+    rows = [{"step": s, "kind": "train", "loss": 3 - 0.01 * s, "tau": 1 + 0.01 * s} for s in range(0, 100, 2)]
+    rows += [{"step": s, "kind": "heldout", "loss": 2.0, "tau": 1.5} for s in (50, 100)]
+    rows += [{"step": 100, "kind": "decode", "tau": 1.4}]
     for item in out["variants"]:
         if item["drafter"]:
             place = folder / item["label"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from deepspec.eval.scheduler import (
     Async,
@@ -24,6 +25,10 @@ from deepspec.eval.scheduler import (
     top_lengths,
 )
 from deepspec.eval.sps import SPSTable, roofline
+from deepspec.models.decode import Proposal, generate
+from deepspec.models.sampling import Distribution
+from deepspec.models.target import Target
+from tests.tiny import tiny_model
 
 VECTORS = json.loads((Path(__file__).parents[2] / "docs" / "scheduling-vectors.json").read_text())
 
@@ -419,3 +424,68 @@ def test_appendix_a() -> None:
     assert chance_of_a(Plateau(sps)) == pytest.approx(0.7, abs=1e-12)
     assert Retrospective(sps)(np.array([[0.8, 0.9]])).tolist() == [2]
     assert chance_of_a(Retrospective(sps)) == pytest.approx(0.85, abs=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------ in the real decoder
+
+
+@pytest.mark.parametrize("name", ["none", "static", "threshold", "causal", "plateau", "async"])
+def test_greedy_output_is_the_same_in_all_modes(name: str) -> None:
+    """Several rows that join and leave, and a drafter that is right often enough for lengths to matter."""
+    target = Target.from_model(tiny_model("qwen3"))
+    prompts = [list(range(3 + i, 9 + 2 * i)) for i in range(7)]
+    plain = {c.index: c.tokens for c in generate(target, prompts, max_new_tokens=20, stop_ids=())}
+    schedule = make_schedule(name, sps=STEPS_OF_FOUR, length=2, threshold=0.2)
+    found = generate(
+        target, prompts, drafter=Oracle(plain, prompts), max_new_tokens=20, batch_size=4, schedule=schedule, stop_ids=()
+    )
+    rounds = []
+    for completion in found:
+        assert completion.tokens == plain[completion.index]
+        rounds += completion.rounds
+    lengths = {one.proposed for one in rounds}
+    assert lengths == {0} if name == "none" else len(lengths) > 1
+    if name != "none":
+        assert sum(one.accepted for one in rounds) > 0
+        assert any(one.accepted < one.proposed for one in rounds)
+
+
+STEPS_OF_FOUR = SPSTable((4, 8, 12, 20), (10.0, 9.0, 8.0, 3.0))
+
+
+class Oracle:
+    """Proposes the plain answer with every third token spoiled, and says how sure it is of each. Knows rows by context.
+    
+    """
+
+    block_size = 3
+
+    def __init__(self, plain: dict[int, list[int]], prompts: list[list[int]]) -> None:
+        self.answers = {tuple(prompts[i]): tokens for i, tokens in plain.items()}
+
+    class State(list):
+        def add(self, count: int) -> None:
+            self.extend([] for _ in range(count))
+
+        def remove(self, row: int) -> None:
+            self[row] = self[-1]
+            self.pop()
+
+    def start(self, rows: int, max_length: int) -> "Oracle.State":
+        return self.State()
+
+    def extend(self, state, tokens_BT1, taps_BTF, counts_B, rows=None) -> None:
+        for context, tokens, count in zip(state[rows or slice(None)], tokens_BT1, counts_B, strict=True):
+            context += tokens[: int(count)].tolist()
+
+    def propose(self, state, anchor_B, sampling, uniforms_BG, length, greedy=False) -> Proposal:
+        tokens, sure = [], []
+        for context in state:
+            prompt = next(p for p in self.answers if tuple(context[: len(p)]) == p)
+            at = len(context) - len(prompt) + 1
+            answer = [*self.answers[prompt], 0, 0, 0, 0][at : at + length]
+            spoiled = [(at + j) % 3 == 1 for j in range(length)]
+            tokens.append([(token + bad) % 97 for token, bad in zip(answer, spoiled, strict=True)])
+            sure.append([0.3 if bad else 0.9 for bad in spoiled])
+        tokens_BG = torch.tensor(tokens)
+        return Proposal(tokens_BG, Distribution.one_hot(tokens_BG, 97), torch.tensor(sure))

@@ -62,7 +62,7 @@ def test_markdown(results):
 
 def test_undefined_figures_are_dashes():
     assert table.number(None) == "–"
-    assert table.positions([0.5, None, 1.0]) == ".50 – 1.00"
+    assert table.positions([0.5, None, 1.0]) == ".50 – 1.0"
     assert table.spread({"value": 2.0, "low": None, "high": None}) == "2.00"
     assert table.times(None) == "–"
     assert table.identical(None) == "–"

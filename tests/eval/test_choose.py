@@ -1,0 +1,84 @@
+"""Drafters and targets are found by the rules that the help text states."""
+
+import json
+import os
+
+import pytest
+
+from deepspec import recipes
+from deepspec.eval import choose
+
+
+def checkpoint(folder, age=0, **fields):
+    folder.mkdir(parents=True)
+    config = {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "vocab_size": 97, **fields}
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    os.utime(path, (1e9 - age, 1e9 - age))
+    return folder
+
+
+def test_the_newest_run_is_found_and_its_best_checkpoint_taken(tmp_path):
+    checkpoint(tmp_path / "t" / "drafters" / "old" / "best", age=100)
+    checkpoint(tmp_path / "t" / "drafters" / "new" / "best", age=50)
+    checkpoint(tmp_path / "t" / "drafters" / "new" / "last", age=10)
+    assert choose.newest_drafter(tmp_path) == tmp_path / "t" / "drafters" / "new" / "best"
+
+
+def test_labels_come_from_the_recipe_and_stay_apart(tmp_path):
+    names = [tmp_path / run / "drafters" / "dspark" for run in ("a", "b")]
+    for name in names:
+        checkpoint(name / "last")
+    plain = checkpoint(tmp_path / "mine")
+    found = choose.candidates([str(name) for name in (*names, plain)])
+    assert [item.label for item in found] == ["dspark", "dspark-2", "mine"]
+    assert [item.folder.name for item in found] == ["last", "last", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "confidence"),
+    [
+        ({"markov_rank": 256, "enable_confidence_head": True}, "dspark", True),
+        ({"markov_rank": 256}, "dspark", False),
+        ({"markov_rank": 0}, "dflash", False),
+        ({"architectures": ["Qwen3Eagle3Model"]}, "eagle3", False),
+        ({"deepspec": {"kind": "dflash"}}, "dflash", False),
+    ],
+)
+def test_kinds_of_published_and_own_checkpoints(tmp_path, fields, kind, confidence):
+    (item,) = choose.candidates([str(checkpoint(tmp_path / "x", **fields))])
+    assert (item.kind, item.confidence) == (kind, confidence)
+
+
+def test_the_fingerprint_follows_the_weights(tmp_path):
+    (item,) = choose.candidates([str(checkpoint(tmp_path / "x"))])
+    (tmp_path / "x" / "model.safetensors").write_bytes(b"one")
+    first = item.fingerprint()
+    assert item.fingerprint() == first
+    (tmp_path / "x" / "model.safetensors").write_bytes(b"two")
+    assert item.fingerprint() != first
+
+
+def test_targets_by_recipe_folder_hub_id_and_record(tmp_path):
+    assert "qwen3-4b" in recipes.names("target")
+    named = choose.target_config("qwen3-4b", [], "auto", True)
+    assert (named.name, named.path, named.thinking) == ("qwen3-4b", "Qwen/Qwen3-4B", True)
+    (tmp_path / "folder").mkdir()
+    local = choose.target_config(str(tmp_path / "folder"), [], "float32", False)
+    assert (local.name, local.path, local.dtype) == ("folder", str(tmp_path / "folder"), "float32")
+    assert choose.target_config("org/model", [], "auto", False).path == "org/model"
+    own = {"deepspec": {"target": {"name": "qwen3-4b"}}}
+    drafters = choose.candidates([str(checkpoint(tmp_path / "x", **own))])
+    assert choose.target_config(None, drafters, "auto", False).path == "Qwen/Qwen3-4B"
+
+
+def test_every_target_recipe_is_understood():
+    for name in recipes.names("target"):
+        if name != "custom":
+            assert choose.target_config(name, [], "auto", False).name == name
+
+
+def test_without_a_record_a_target_must_be_named(tmp_path):
+    drafters = choose.candidates([str(checkpoint(tmp_path / "x"))])
+    with pytest.raises(choose.ChooseError, match="records no target: pass --target"):
+        choose.target_config(None, drafters, "auto", False)
