@@ -152,10 +152,10 @@ class Filter:
         context = messages[0]["content"] + "\n" if messages[0]["role"] == "system" else ""
         if self.evaluation and (found := self.evaluation.match(questions)) is not None:
             raise RowError("contaminated", found)
-        if record["id"] in self.ids:
-            raise RowError("duplicate id")
         if (reason := self.copies.seen(context + questions)) is not None:
             raise RowError(reason)
+        if record["id"] in self.ids:
+            raise RowError("duplicate id")
         self.ids.add(record["id"])
         return record
 

@@ -1,0 +1,341 @@
+"""Sources of every shape, mixing, splits, copies and contamination; every row read is accounted for."""
+
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from deepspec.data.decontaminate import Copies, Evaluation, words
+from deepspec.data.demo_prompts import generate
+from deepspec.data.prompts import PromptsConfig, build, describe, prompt_id, read_prompts
+from deepspec.data.sources import SourceConfig, SourceError, conversation, infer
+
+
+def write(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def made(folder, **options):
+    """Build and check the accounting; returns train records, held-out records and the summary."""
+    summary = build(PromptsConfig(**options), folder)
+    train, heldout = (read_prompts(folder / f"{split}.jsonl") for split in ("train", "heldout"))
+    dropped = sum(sum(reasons.values()) for reasons in summary["dropped"].values())
+    assert sum(summary["read"].values()) == len(train) + len(heldout) + dropped
+    assert len({row["id"] for row in train + heldout}) == len(train) + len(heldout)
+    return train, heldout, summary
+
+
+def questions(rows):
+    return [row["messages"][-1]["content"] for row in rows]
+
+
+def first_message(row, columns=None):
+    return conversation(row, infer(row, columns or {}, "test"))
+
+
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [USER]}, [USER]),
+        ({"conversations": [{"from": "human", "value": "hi"}]}, [USER]),
+        ({"conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "hi"},
+                            {"from": "gpt", "value": "yo"}]},
+         [{"role": "system", "content": "S"}, USER, {"role": "assistant", "content": "yo"}]),
+        ({"prompt": "hi"}, [USER]),
+        ({"prompt": [USER]}, [USER]),
+        ({"prompt": "hi", "system": "S"}, [{"role": "system", "content": "S"}, USER]),
+        ({"instruction": "hi", "input": "there", "output": "x"}, [{"role": "user", "content": "hi\n\nthere"}]),
+        ({"instruction": "hi", "input": "", "output": "x"}, [USER]),
+        ({"turns": ["hi", "again"]}, [USER, {"role": "user", "content": "again"}]),
+        ({"turns": [{"content": "hi"}]}, [USER]),
+        ({"question": "hi", "answer": "x"}, [USER]),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]},
+         [USER]),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]}]},
+         [{"role": "assistant", "content": "",
+           "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}]),
+    ],
+)  # fmt: skip
+def test_shapes_are_recognised(row, expected):
+    assert first_message(row) == expected
+
+
+def test_a_column_can_be_named_and_unknown_shapes_say_what_there_is(tmp_path):
+    assert first_message({"text_of_it": "hi"}, {"prompt": "text_of_it"}) == [USER]
+    with pytest.raises(SourceError, match=r"\['other'\].*columns.prompt=<column>"):
+        infer({"other": "x"}, {}, "test")
+    with pytest.raises(SourceError, match=r"'nope' .for prompt. is not among"):
+        infer({"other": "x"}, {"prompt": "nope"}, "test")
+    with pytest.raises(ValueError, match=r"unknown .'promt'."):
+        SourceConfig(path="x", columns={"promt": "y"})
+
+
+def test_files_of_every_kind_give_the_same_prompts(tmp_path, capsys):
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+    import zstandard
+
+    rows = [{"prompt": f"question {n}"} for n in range(20)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    write(tmp_path / "a" / "x.jsonl", rows)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x.jsonl.zst").write_bytes(zstandard.compress(text.encode()))
+    (tmp_path / "c").mkdir()
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "c" / "x.parquet")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "x.json").write_text(json.dumps(rows))
+    found = []
+    for kind in "abcd":
+        source = SourceConfig(path=str(tmp_path / kind))
+        train, _, _ = made(tmp_path / f"out-{kind}", sources={"mine": source}, heldout=0)
+        found.append(train)
+    assert found[0] == found[1] == found[2] == found[3]
+    assert sorted(questions(found[0])) == sorted(row["prompt"] for row in rows)
+    assert found[0][0]["source"] == "mine"
+    assert "mine: prompt ← prompt" in capsys.readouterr().out
+
+
+def test_every_dropped_row_has_a_reason(tmp_path):
+    def conversation(*roles):
+        return {"messages": [{"role": role, "content": f"{role} {n}"} for n, role in enumerate(roles)]}
+
+    rows = [
+        conversation("user", "assistant", "user", "assistant"),
+        conversation("assistant", "user"),
+        conversation("user", "user"),
+        conversation("assistant"),
+        conversation("user", "narrator"),
+        conversation("user", "system"),
+        conversation("user", "assistant", "tool"),
+        {"messages": []},
+        {"messages": None},
+        {"messages": [{"role": "user", "content": " "}]},
+        {"messages": [{"role": "user", "content": "x" * 101}]},
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": ["text"]},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+    ]
+    source = SourceConfig(path=write(tmp_path / "x.jsonl", rows))
+    train, _, summary = made(tmp_path / "out", sources={"s": source}, heldout=0, shuffle=False, max_chars=100)
+    assert [[m["role"] for m in row["messages"]] for row in train] == [["user", "assistant", "user"], ["user"]]
+    assert summary["dropped"]["s"] == {
+        "two questions in a row": 1,
+        "no question": 1,
+        "unknown role 'narrator'": 1,
+        "system message not first, or several": 1,
+        "tool result without a call": 1,
+        "empty": 2,
+        "empty question": 1,
+        "longer than 100 characters": 1,
+        "content is not text": 1,
+        "a message is not an object": 1,
+        "content is not only text": 1,
+    }
+    assert "image" in summary["examples"]["content is not only text"][0]
+    assert "14 read, 2 kept, 2 empty" in describe(summary, tmp_path)
+
+
+def test_first_turn_only(tmp_path):
+    rows = [{"turns": ["a", "b"]}, {"messages": [{"role": "system", "content": "S"}, USER, {"role": "assistant",
+            "content": "x"}, {"role": "user", "content": "more"}]}]  # fmt: skip
+    write(tmp_path / "1.jsonl", rows[:1])
+    write(tmp_path / "2.jsonl", rows[1:])
+    sources = {name: SourceConfig(path=str(tmp_path / f"{name}.jsonl")) for name in "12"}
+    train, _, _ = made(tmp_path / "out", sources=sources, heldout=0, turns="first", shuffle=False)
+    assert [row["messages"] for row in train] == [[{"role": "user", "content": "a"}], rows[1]["messages"][:2]]
+
+
+def test_copies_are_dropped_exact_and_near(tmp_path):
+    text = " ".join(f"word{n}" for n in range(60))
+    near = text.replace("word30", "other")
+    far = " ".join(f"term{n}" for n in range(60))
+    rows = [{"prompt": p} for p in (text, text.upper() + " ", near, far, near, text + "\n")]
+    source = {"s": SourceConfig(path=write(tmp_path / "x.jsonl", rows))}
+    train, _, summary = made(tmp_path / "exact", sources=source, heldout=0, shuffle=False)
+    assert questions(train) == [text, near, far]
+    assert summary["dropped"]["s"] == {"exact copy": 3}
+    train, _, summary = made(tmp_path / "near", sources=source, heldout=0, shuffle=False, near_duplicates=0.7)
+    assert questions(train) == [text, far]
+    assert summary["dropped"]["s"] == {"exact copy": 3, "near copy": 1}
+
+
+def test_near_copies_agree_with_the_true_similarity():
+    draw = random.Random(0)
+    base = [f"w{n}" for n in range(300)]
+    for changed in (2, 5, 40, 80):
+        other = list(base)
+        for position in draw.sample(range(300), changed):
+            other[position] = f"new{position}"
+        grams = [{tuple(x[i : i + 5]) for i in range(296)} for x in (base, other)]
+        similarity = len(grams[0] & grams[1]) / len(grams[0] | grams[1])
+        copies = Copies(0.7)
+        assert copies.seen(" ".join(base)) is None
+        assert abs(similarity - 0.7) > 0.1  # far enough from the threshold for 64 minima
+        assert (copies.seen(" ".join(other)) == "near copy") == (similarity > 0.7)
+
+
+def test_evaluation_prompts_are_kept_out(tmp_path):
+    long = "Tom has three red apples and buys four more green ones at the market on Sunday morning."
+    write(tmp_path / "suites" / "maths.jsonl", [{"turns": [long, "And then?"]}, {"turns": ["What is 7 times 8?"]}])
+    rows = [
+        {"prompt": "Read this. TOM HAS three red apples, and buys four more green ones at the market. How many?"},
+        {"prompt": "what is 7 times 8"},
+        {"prompt": "What is 7 times 8? Explain in detail."},
+        {"prompt": "Tom has three red apples and eats them."},
+    ]
+    source = {"s": SourceConfig(path=write(tmp_path / "x.jsonl", rows))}
+    train, _, summary = made(
+        tmp_path / "out", sources=source, heldout=0, shuffle=False, decontaminate=[str(tmp_path / "suites")]
+    )
+    assert questions(train) == [row["prompt"] for row in rows[2:]]
+    assert summary["dropped"]["s"] == {"contaminated": 2}
+    assert summary["examples"]["contaminated"][0] == f"maths.jsonl: {long}"
+    with pytest.raises(SourceError, match=r"no \.jsonl"):
+        made(tmp_path / "none", sources=source, decontaminate=[str(tmp_path / "nowhere")])
+
+
+def test_contamination_agrees_with_a_naive_search():
+    draw = random.Random(1)
+    vocabulary = [f"v{n}" for n in range(4)]
+    evaluation = Evaluation([], 5)
+    suite = [" ".join(draw.choices(vocabulary, k=draw.randint(2, 30))) for _ in range(8)]
+    for text in suite:
+        evaluation.add(text, "suite")
+    hits = 0
+    for _ in range(300):
+        found = draw.choices(vocabulary, k=draw.randint(2, 12))
+        runs = {tuple(found[i : i + 5]) for i in range(len(found) - 4)}
+        naive = any(
+            tuple(words(text)) == tuple(found) if len(found) < 5
+            else any(tuple(words(text)[i : i + 5]) in runs for i in range(len(words(text)) - 4))
+            for text in suite
+        )  # fmt: skip
+        assert (evaluation.match(" ".join(found)) is not None) == naive
+        hits += naive
+    assert 30 < hits < 270
+
+
+def numbered(tmp_path, name, count):
+    return write(tmp_path / f"{name}.jsonl", [{"prompt": f"{name} {n}"} for n in range(count)])
+
+
+def test_sources_are_mixed_by_weight_and_one_that_runs_out_is_made_up_for(tmp_path):
+    sources = {
+        "a": SourceConfig(path=numbered(tmp_path, "a", 200), weight=3.0),
+        "b": SourceConfig(path=numbered(tmp_path, "b", 200)),
+        "c": SourceConfig(path=numbered(tmp_path, "c", 5)),
+    }
+    train, heldout, summary = made(tmp_path / "out", sources=sources, limit=80, heldout=20)
+    counts = Counter(row["source"] for row in train + heldout)
+    assert (len(train), len(heldout), counts["c"]) == (80, 20, 5)
+    assert abs(counts["a"] - 3 * counts["b"]) <= 4
+    assert "c" not in summary["dropped"]
+    assert len({row["source"] for row in train[:30]}) > 1  # mixed, not one source after the other
+
+
+def test_a_source_is_read_up_to_its_limit(tmp_path):
+    source = SourceConfig(path=numbered(tmp_path, "a", 50), limit=10)
+    train, _, summary = made(tmp_path / "out", sources={"a": source}, heldout=0, shuffle=False)
+    assert questions(train) == [f"a {n}" for n in range(10)]
+    assert summary["read"] == {"a": 10}
+
+
+def test_streamed_sources_are_read_no_further_than_needed(tmp_path, monkeypatch):
+    from deepspec.data import sources as module
+
+    pulled = Counter()
+
+    def hub(config, seed):
+        for n in range(100_000):
+            pulled[config.path] += 1
+            yield {"prompt": f"{config.path} {n}"}
+
+    monkeypatch.setattr(module, "_hub", hub)
+    sources = {"a": SourceConfig(path="some/set", weight=3.0), "b": SourceConfig(path="other/set")}
+    train, heldout, _ = made(tmp_path / "out", sources=sources, limit=90, heldout=10)
+    assert Counter(row["source"] for row in train + heldout) == {"a": 75, "b": 25}
+    assert pulled["some/set"] <= 76
+    assert pulled["other/set"] <= 26
+
+
+def test_the_split_depends_on_the_seed_only_and_shares_nothing(tmp_path):
+    source = {"a": SourceConfig(path=numbered(tmp_path, "a", 60))}
+    one = made(tmp_path / "1", sources=source, heldout=12)
+    two = made(tmp_path / "2", sources=source, heldout=12)
+    other = made(tmp_path / "3", sources=source, heldout=12, seed=1)
+    assert one[:2] == two[:2]
+    assert questions(one[1]) != questions(other[1])
+    assert not set(questions(one[0])) & set(questions(one[1]))
+    assert len(one[1]) == 12
+
+
+def test_ids_are_stable_and_given_ones_are_kept(tmp_path):
+    messages = [{"role": "user", "content": "é 2+2"}]
+    assert prompt_id(messages) == prompt_id([dict(reversed(messages[0].items()))])
+    assert prompt_id(messages) == "4dfdf7f70c88ea0bc86a"  # in every version
+    assert prompt_id(messages) != prompt_id(messages, [{"name": "f"}])
+    rows = [{"id": "one", "prompt": "a"}, {"id": "one", "prompt": "b"}, {"id": "two", "prompt": "c"}]
+    path = write(tmp_path / "x.jsonl", rows)
+    train, _, _ = made(tmp_path / "hash", sources={"s": SourceConfig(path=path)}, heldout=0)
+    assert {row["id"] for row in train} == {prompt_id([{"role": "user", "content": x}]) for x in "abc"}
+    given = {"s": SourceConfig(path=path, columns={"id": "id"})}
+    train, _, summary = made(tmp_path / "given", sources=given, heldout=0)
+    assert sorted(row["id"] for row in train) == ["one", "two"]
+    assert summary["dropped"]["s"] == {"duplicate id": 1}
+
+
+def test_a_folder_of_the_same_options_is_left_alone_and_of_others_made_anew(tmp_path):
+    source = {"a": SourceConfig(path=numbered(tmp_path, "a", 30))}
+    made(tmp_path / "out", sources=source, heldout=5)
+    stamp = (tmp_path / "out" / "train.jsonl").stat().st_mtime_ns
+    assert "reused" in build(PromptsConfig(sources=source, heldout=5), tmp_path / "out")
+    assert (tmp_path / "out" / "train.jsonl").stat().st_mtime_ns == stamp
+    assert "reused" not in build(PromptsConfig(sources=source, heldout=6), tmp_path / "out")
+    (tmp_path / "out" / "heldout.jsonl").write_text("damaged")
+    assert "reused" not in build(PromptsConfig(sources=source, heldout=6), tmp_path / "out")
+    assert len(read_prompts(tmp_path / "out" / "heldout.jsonl")) == 6
+
+
+def test_bad_sources_are_named(tmp_path):
+    with pytest.raises(SourceError, match="no prompt source"):
+        build(PromptsConfig(), tmp_path)
+    with pytest.raises(SourceError, match=r"no file matches '\./nothing\.jsonl'"):
+        build(PromptsConfig(sources={"x": SourceConfig(path="./nothing.jsonl")}), tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    with pytest.raises(SourceError, match=r"bad\.jsonl line 2 is not JSON"):
+        build(PromptsConfig(sources={"x": SourceConfig(path=str(tmp_path / "bad.jsonl"))}), tmp_path / "o")
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(SourceError, match="has no rows"):
+        build(PromptsConfig(sources={"x": SourceConfig(path=str(tmp_path / "empty.jsonl"))}), tmp_path / "o")
+    with pytest.raises(SourceError, match=r"run python -m deepspec\.data prompts"):
+        read_prompts(tmp_path / "missing.jsonl")
+    with pytest.raises(ValueError, match=r"prompts\.turns is 'last'"):
+        PromptsConfig(turns="last")
+
+
+def test_demo_prompts_are_distinct_mixed_and_split_by_content():
+    rows = list(generate())
+    texts = [row["prompt"] for row in rows]
+    assert len(set(texts)) == len(texts) > 1200
+    heldout = [row for row in rows if row["split"] == "heldout"]
+    assert Counter(row["source"] for row in heldout) == {"math": 40, "code": 40, "chat": 40}
+    assert {row["source"] for row in heldout[:3]} == {"math", "code", "chat"}
+    assert rows == list(generate())
+    assert rows != list(generate(seed=1))
+    assert not any("{" in text or "  " in text for text in texts)
+
+    def numbers(row):
+        return tuple(word.strip(".,?") for word in row["prompt"].split() if word.strip(".,?").isdigit())
+
+    def stories(split):
+        return {numbers(row) for row in rows if row["split"] == split and row["source"] == "math"}
+
+    # Numbers alone do not tell the template, so a chance meeting of two templates is allowed for.
+    assert len(stories("heldout") & stories("train")) <= 6
