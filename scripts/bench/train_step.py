@@ -231,7 +231,7 @@ def attention_seconds(args: argparse.Namespace, model: BlockDrafter, batch: Draf
 def work_step(args: argparse.Namespace) -> dict[str, Any]:
     """One process: set up, one step to warm up, timed steps, memory above the set-up."""
     model, batch = make_drafter(args), make_batch(args)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
