@@ -4,7 +4,6 @@ A plain object, so that no module, optimizer or DeepSpeed engine ever owns the t
 Letters: V vocabulary, D hidden size.
 """
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepspec.models import families
+from deepspec.models.stored_weights import StoredWeights, StoredWeightsError
 
 if TYPE_CHECKING:
     from deepspec.models.target import Target
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_PREFIXES = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
-_EMBED_NAMES = tuple(f"{prefix}embed_tokens.weight" for prefix in _PREFIXES)
-_HEAD_NAMES = tuple(f"{prefix}lm_head.weight" for prefix in _PREFIXES)
+PREFIXES = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
+_EMBED_NAMES = tuple(f"{prefix}embed_tokens.weight" for prefix in PREFIXES)
+_HEAD_NAMES = tuple(f"{prefix}lm_head.weight" for prefix in PREFIXES)
 _GGUF_EMBED, _GGUF_HEAD = "token_embd.weight", "output.weight"
 
 
@@ -118,39 +116,14 @@ class FrozenHead:
 
 
 def _read_safetensors(path: str, revision: str | None) -> tuple[Tensor, Tensor | None]:
-    from safetensors import safe_open
-
-    def stored(filename: str, required: bool) -> str | None:
-        from transformers.utils.hub import cached_file
-
-        return cached_file(
-            path,
-            filename,
-            revision=revision,
-            _raise_exceptions_for_missing_entries=required,
-        )
-
-    index = stored(_INDEX, required=False)
-    if index is not None:
-        weight_map: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-    else:
-        single = stored(_SINGLE, required=False)
-        if single is None:
-            raise FrozenHeadError(f"{path} has neither {_SINGLE} nor {_INDEX} nor a GGUF file")
-        with safe_open(single, framework="pt") as file:
-            weight_map = dict.fromkeys(file.keys(), _SINGLE)
-
-    def read(names: tuple[str, ...]) -> Tensor | None:
-        for name in names:
-            if name in weight_map:
-                with safe_open(str(stored(weight_map[name], required=True)), framework="pt") as file:
-                    return file.get_tensor(name)
-        return None
-
-    embed = read(_EMBED_NAMES)
+    try:
+        stored = StoredWeights(path, revision)
+    except StoredWeightsError as error:
+        raise FrozenHeadError(f"{error}, or one with a GGUF file") from error
+    embed = stored.first(_EMBED_NAMES)
     if embed is None:
         raise FrozenHeadError(f"{path} has no embedding under any of {', '.join(_EMBED_NAMES)}")
-    return embed, read(_HEAD_NAMES)
+    return embed, stored.first(_HEAD_NAMES)
 
 
 def _read_gguf(path: Path) -> tuple[Tensor, Tensor | None]:

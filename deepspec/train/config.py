@@ -157,7 +157,7 @@ class TrainConfig:
     """
 
     target: TargetConfig
-    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    drafter: DrafterConfig  # no default instance: it would carry values derived for another kind into a recipe
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossWeights = field(default_factory=LossWeights)
     optim: OptimConfig = field(default_factory=OptimConfig)
