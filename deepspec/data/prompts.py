@@ -184,7 +184,9 @@ def build(config: PromptsConfig, folder: Path) -> dict[str, Any]:
     A folder made from the same configuration is left as it is. Raises SourceError when a source cannot be read.
     """
     if not config.sources:
-        raise SourceError("no prompt source: give data=<recipe>, or +prompts.sources.mine.path=<file or data set>")
+        raise SourceError(
+            "no prompt source: give data=<recipe>, or data=custom prompts.sources.custom.path=<file or data set>"
+        )
     described = asdict(config)
     if (found := _existing(folder, described)) is not None:
         return found

@@ -47,7 +47,7 @@ class SourceConfig:
     ``files`` selects files of a hub data set. ``weight`` is the share of ``prompts.limit``; ``limit`` bounds rows read.
     """
 
-    path: str = ""
+    path: str
     subset: str | None = None
     split: str = "train"
     revision: str | None = None

@@ -1,0 +1,150 @@
+"""The data commands as a user types them, on a tiny model in a folder; recipes compose; the dispatchers."""
+
+import json
+
+import pytest
+
+from deepspec import recipes
+from deepspec.__main__ import main as deepspec
+from deepspec.data.__main__ import COMMANDS, main
+from deepspec.data.config import DataPipelineConfig
+from deepspec.data.preview import as_text, by_token
+from deepspec.data.responses import read_responses
+from deepspec.data.sources import is_local
+from tests.data.little_chat import chat_tokenizer
+from tests.tiny import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny-model")
+    made = tiny_model("llama", vocab_size=128)
+    made.generation_config.eos_token_id = 1
+    made.save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def options(model, tmp_path, *more):
+    return [
+        "target=custom", "target.name=tiny", f"target.path={model}", f"out={tmp_path}/run", "data=demo",
+        "prompts.limit=12", "regenerate.max_new_tokens=6", "regenerate.batch_size=4", *more,
+    ]  # fmt: skip
+
+
+def test_prompts_regenerate_preview(model, tmp_path, capsys):
+    assert main(["prompts", *options(model, tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "12 training and 120 held-out prompts" in out
+    assert "next: python -m deepspec.data regenerate target=custom" in out
+
+    assert main(["preview", "--plain", "--count=1", *options(model, tmp_path)]) == 0
+    assert "no answer yet" in capsys.readouterr().out
+
+    assert main(["regenerate", *options(model, tmp_path, "regenerate.limit=5")]) == 0
+    out = capsys.readouterr().out
+    assert "12 prompts = 5 answered" in out
+    assert "7 skipped (over regenerate.limit)" in out
+    assert main(["regenerate", *options(model, tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "12 prompts = 12 answered" in out
+    assert "next: python -m deepspec.data cache" in out
+    rows = list(read_responses(tmp_path / "run" / "responses"))
+    assert len({row.id for row in rows}) == 12
+    assert json.loads((tmp_path / "run" / "responses" / "manifest.json").read_text())["stamp"]["target"] == "tiny"
+
+    assert main(["preview", "--plain", "--ids", "--id", rows[3].id, *options(model, tmp_path)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert rows[3].id in shown[0]
+    assert sum("●" in line for line in shown) == len(rows[3].tokens)
+
+
+def test_supervised_tokens_are_marked(capsys):
+    from deepspec.data.chat import encode
+
+    tokenizer = chat_tokenizer()
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    encoded = encode(tokenizer, messages, thinking=False)
+    assert as_text(tokenizer, encoded, colour=False) == "<s>user\nab</s>\n<s>assistant\n⟦cd</s>⟧\n"
+    assert as_text(tokenizer, encoded, colour=True).count("\033[32m") == 1
+    marked = [line for line in by_token(tokenizer, encoded, colour=False).splitlines() if "●" in line]
+    assert [line.split()[-1] for line in marked] == ["'c'", "'d'", "'</s>'"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["regenerate", "out=nowhere"], 1, "run python -m deepspec.data prompts"),
+        (["prompts", "prompts.limitt=3"], 1, "limitt"),
+        (["prompts", "prompts.limit=0"], 1, "prompts.limit is 0"),
+        (["prompts", "data=nothing"], 1, "Known groups"),
+        (["regenerate", "regenerate.engine=openai"], 1, "regenerate.servers"),
+        (["regenerat"], 2, "unknown command 'regenerat'"),
+    ],
+)
+def test_misuse_says_what_to_do(arguments, status, message, model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert (
+        main([*arguments, *([] if status == 2 else ["target=custom", "target.name=t", f"target.path={model}"])])
+        == status
+    )
+    assert message in capsys.readouterr().err
+
+
+def test_an_interrupt_says_how_to_continue(model, tmp_path, monkeypatch, capsys):
+    from deepspec.data import regenerate as module
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    assert main(["prompts", *options(model, tmp_path)]) == 0
+    monkeypatch.setattr(module, "_answer", interrupted)
+    assert main(["regenerate", *options(model, tmp_path)]) == 130
+    assert "Continue with: python -m deepspec.data regenerate target=custom" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_named(model, tmp_path, monkeypatch, capsys):
+    from deepspec.data import prompts as module
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_json", full)
+    assert main(["prompts", *options(model, tmp_path)]) == 1
+    assert "the disk is full" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["demo", "perfectblend", "ultrachat", "sharegpt", "alpaca"])
+def test_every_source_recipe_composes(name):
+    config = recipes.load("data", [f"data={name}", "target=smollm2-135m"], DataPipelineConfig)
+    (source,) = config.prompts.sources.values()
+    assert is_local(source) == (name == "demo")
+    assert config.prompts_dir.parts[-2:] == ("smollm2-135m", "prompts")
+
+
+def test_sources_can_be_mixed_and_changed_from_the_command_line():
+    overrides = ["data=[perfectblend,alpaca,custom]", "prompts.sources.alpaca.weight=0.5", "prompts.limit=1000",
+                 "prompts.sources.custom.path=x.jsonl"]  # fmt: skip
+    config = recipes.load("data", overrides, DataPipelineConfig)
+    weights = {name: source.weight for name, source in config.prompts.sources.items()}
+    assert weights == {"perfectblend": 1.0, "alpaca": 0.5, "custom": 1.0}
+
+
+def test_a_file_of_ones_own_needs_only_its_path():
+    given = ["data=custom", "prompts.sources.custom.path=x.jsonl"]
+    assert recipes.load("data", given, DataPipelineConfig).prompts.sources["custom"].path == "x.jsonl"
+    with pytest.raises(recipes.RecipeError, match=r"prompts\.sources\.custom\.path"):
+        recipes.load("data", given[:1], DataPipelineConfig)
+
+
+def test_help_lists_the_commands(capsys):
+    assert main([]) == 0
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in COMMANDS)
+    assert deepspec([]) == 0
+    assert deepspec(["bake"]) == 2
+    assert deepspec(["data"]) == 0
+    shown = capsys.readouterr()
+    assert "unknown command 'bake'" in shown.err
+    assert "python -m deepspec.data" in shown.out
