@@ -309,8 +309,9 @@ def next_step(results: dict[str, Any], options: argparse.Namespace, output: Path
         return "pass --drafter to measure a drafter against this baseline"
     if options.sweep_blocks is None and options.block is None:
         return "the same command with --sweep-blocks finds the block length that is fastest here"
-    if any("reliability" in item["macro"] for item in shown):
-        return f"python -m deepspec.eval.calibrate --records {output}"
+    for item in shown:
+        if "reliability" in item["macro"]:
+            return f"python -m deepspec.eval.calibrate --records {output} --run {item['id']}"
     folders = [item["drafter"]["folder"] for item in shown if item["drafter"]]
     if not folders:
         return "the same command with --drafter FOLDER compares a trained drafter with the baseline"

@@ -1,6 +1,7 @@
 """``python -m deepspec.eval`` from end to end on a tiny random target with random drafters and the n-gram baseline."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,18 @@ def test_every_variant_is_identical_to_plain_decoding(compared):
     for item in checked:
         check = item["datasets"]["mine"]["identity"]
         assert (check["prompts"], check["identical"] + check["ties"], check["different"]) == (6, 6, 0), item["id"]
+
+
+def test_the_last_line_names_a_command_that_takes_these_records(place, compared, tmp_path, capsys):
+    output = shutil.copytree(compared, tmp_path / "copy")
+    names = [drafter_folder(place, name) for name in ("dspark", "dflash")]
+    assert run(place, output, "--drafter", *names, "--sweep-blocks", 1, 3) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"next: python -m deepspec.eval.calibrate --records {output} --run dspark-k4-b1"
+    )
+    from deepspec.eval.rounds import read_rounds
+
+    assert len(read_rounds(output, "dspark-k4-b1").prompts) == 6
 
 
 def test_results_say_what_was_run(compared, place):
