@@ -63,6 +63,7 @@ class RunConfig:
     stop_after         leave after this many steps of the schedule, as if interrupted; a later run continues
     resume             continue from ``last`` when there is one; false refuses to touch an existing run
     init_from          a drafter checkpoint whose weights the run starts from
+    warm_start         start the draft layers from the target's own layers after the deepest tap
     keep               how many step-N checkpoints are kept
     early_stop         end after this many evaluations in a row without a better expected τ; 0: never
     decode_every       steps between real decodings of ``decode_prompts`` held-out prompts (needs the whole target)
@@ -78,6 +79,7 @@ class RunConfig:
     seed: int = 0
     resume: bool = True
     init_from: str | None = None
+    warm_start: bool = False
     log_every: int = 10
     eval_every: int = 500
     save_every: int = 500
@@ -99,6 +101,10 @@ class RunConfig:
         for name in ("steps", "stop_after"):
             if getattr(self, name) is not None:
                 _at_least(f"train.{name}", getattr(self, name), 1)
+        if self.warm_start and self.init_from is not None:
+            raise TrainConfigError(
+                f"train.warm_start=true contradicts train.init_from={self.init_from}: change one of the two"
+            )
         if self.lr <= 0:
             raise TrainConfigError(f"train.lr={self.lr} must be above 0")
         if self.early_stop and not self.eval_every:

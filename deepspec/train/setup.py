@@ -18,6 +18,7 @@ from deepspec.models.draft_vocabulary import most_frequent
 from deepspec.models.drafter_base import TrainedDrafter
 from deepspec.models.frozen_head import FrozenHead
 from deepspec.models.target import Target, gguf_file, resolve
+from deepspec.models.warm_start import warm_start
 from deepspec.train import checkpoint
 from deepspec.train.config import TrainConfig, TrainConfigError
 from deepspec.train.objectives import objective
@@ -150,7 +151,10 @@ def _text_config(cfg: TrainConfig, target: Target | None) -> Any:
 def _drafter(cfg: TrainConfig, head: FrozenHead, taps: tuple[int, ...], loader: Loader, config: Any) -> TrainedDrafter:
     if cfg.train.init_from is None:
         ids = _draft_ids(loader, head.vocab_size, cfg.drafter.draft_vocab_size)
-        return drafters.build(cfg.drafter, config, head, taps, draft_ids=ids, seed=cfg.train.seed)
+        drafter = drafters.build(cfg.drafter, config, head, taps, draft_ids=ids, seed=cfg.train.seed)
+        if cfg.train.warm_start:
+            warm_start(drafter, resolve(cfg.target), cfg.target.revision)
+        return drafter
     drafter = drafters.load(cfg.train.init_from, head, dtype=torch.float32).train()
     if drafter.taps != tuple(taps):
         raise TrainConfigError(
