@@ -94,19 +94,21 @@ class Trainer:
         """One global step: Σw of the whole global batch first, then every micro batch, then the update."""
         step, lr = self.progress.step, self.learning_rate(self.progress.step)
         total = self.denominator(batches)
-        losses = []
+        losses, measured = [], []
         for index, batch in enumerate(batches):
             moved = batch.to(self.engine.device, self.engine.dtype, non_blocking=True)
             loss, values = self.engine.forward(moved, total, last=index == len(batches) - 1)
             self.engine.backward(loss)
             losses.append(loss.detach())
-            self.meter.add(values)
+            measured.append(values)
         loss_sum, signals = self._agree(losses)
         result = self.engine.step(lr, skip=not _finite(loss_sum))
         self.progress.step = step + 1
         self.pace.count(sum(int((batch.segments_BS >= 0).sum()) for batch in batches), sum(len(b.ids) for b in batches))
         if result.applied:
             self.bad_in_a_row = 0
+            for values in measured:
+                self.meter.add(values)
             self.meter.count("grad_norm", result.grad_norm)
             if self.average is not None:
                 self.average.update()
@@ -149,8 +151,6 @@ class Trainer:
         ]
         own = own or [id for batch in batches for id in batch.ids]
         ids = sorted(_gather(own))
-        # the bad numbers must not reach the averages of the log interval
-        self.meter = metrics.Meter()
         self._log("skip", {"loss": loss, "grad_norm": grad_norm, "samples": ids[:32]})
         say(f"step {self.progress.step}: loss {loss}, gradient norm {grad_norm}: update skipped; samples {_some(ids)}")
         if self.bad_in_a_row >= self.cfg.train.max_skips:

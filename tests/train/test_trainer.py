@@ -1,0 +1,289 @@
+"""The loop on a tiny target: it learns, resumes exactly, skips what is not finite, stops when asked."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from deepspec.models import drafter as drafters
+from deepspec.models.frozen_head import FrozenHead
+from deepspec.train import checkpoint, tracking
+from deepspec.train.config import TrainConfigError
+from deepspec.train.trainer import Interrupted, NonFiniteError
+from tests.train import tiny_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_run.make(tmp_path_factory.mktemp("tiny"))
+
+
+def curve(cfg, kind="train", key="loss"):
+    return {record["step"]: record[key] for record in tracking.read(cfg.folder) if record["kind"] == kind and key in record}
+
+
+def masters(cfg) -> dict[str, torch.Tensor]:
+    state = checkpoint.read(cfg.folder)
+    assert state is not None
+    return {f"{kind}/{name}": value for kind in ("master", "exp_avg_sq") for name, value in state.kind(kind).items()}
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """An uninterrupted run of 10 steps."""
+    cfg = tiny_run.config(folder, name="whole", train__eval_every=4)
+    tiny_run.trainer(cfg).fit()
+    return cfg
+
+
+@pytest.mark.parametrize(("recipe", "steps"), [("dspark", 20), ("eagle3", 8)])
+def test_training_lowers_the_loss_and_raises_the_expected_tau(folder, recipe, steps):
+    cfg = tiny_run.config(folder, recipe=recipe, name=f"learns-{recipe}", train__steps=steps)
+    trainer = tiny_run.trainer(cfg)
+    trainer.evaluate()
+    before = trainer.expected_tau
+    trainer.fit()
+    assert before is not None
+    assert trainer.expected_tau is not None
+    assert trainer.expected_tau > before + 0.1
+    losses = list(curve(cfg).values())
+    assert len(losses) == steps
+    assert sum(losses[-3:]) < 0.99 * sum(losses[:3])
+
+
+def test_metrics_and_checkpoints_of_a_run_are_complete(folder, whole):
+    records = tracking.read(whole.folder)
+    train = [record for record in records if record["kind"] == "train"]
+    assert [record["step"] for record in train] == list(range(1, 11))
+    wanted = {"loss", "ce", "tv", "confidence", "confidence_error", "tau", "top1", "acceptance", "lr", "grad_norm"}
+    wanted |= {"tokens_per_s", "samples_per_s", "loader_wait", "eta_s", "memory_gb", "epoch", "skipped", "time"}
+    assert all(wanted <= set(record) for record in train)
+    assert all(len(record["acceptance"]) == 7 for record in train)
+    assert [record["step"] for record in records if record["kind"] == "eval"] == [4, 8, 10]
+    head = FrozenHead.load(str(folder / "target"))
+    for name in ("last", "best"):
+        drafter = drafters.load(f"{whole.folder}/{name}", head)
+        facts = drafters.read_config(f"{whole.folder}/{name}")["deepspec"]
+        assert drafter.config == whole.drafter or drafter.config.mask_token_id is not None
+        assert facts["target"]["name"] == "tiny-qwen3"
+        assert facts["target"]["fingerprint"]
+        assert facts["thinking"] is False
+        assert facts["training"]["step"] in (4, 8, 10)
+
+
+def test_the_best_checkpoint_is_the_one_with_the_highest_expected_tau(whole):
+    taus = curve(whole, "eval", "tau")
+    best = max(taus, key=lambda step: taus[step])
+    facts = drafters.read_config(f"{whole.folder}/best")["deepspec"]["training"]
+    assert facts == {"step": best, "expected_tau": taus[best]}
+
+
+def test_a_killed_run_goes_on_to_the_same_curve_and_the_same_weights(folder, whole):
+    class Killed(BaseException):
+        pass
+
+    cfg = tiny_run.config(folder, name="killed", train__eval_every=4, train__save_every=3)
+    trainer = tiny_run.trainer(cfg)
+    step = trainer.step
+
+    def dies(batches):
+        if trainer.progress.step == 8:
+            raise Killed
+        step(batches)
+
+    trainer.step = dies  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        trainer.fit()
+    resumed = tiny_run.trainer(cfg)
+    assert resumed.progress.step == 6
+    resumed.fit()
+    assert curve(cfg) == pytest.approx(curve(whole), rel=1e-5)
+    assert curve(cfg, key="lr") == curve(whole, key="lr")
+    for name, value in masters(whole).items():
+        torch.testing.assert_close(masters(cfg)[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_a_signal_saves_after_the_step_and_the_run_goes_on(folder, whole, capsys):
+    cfg = tiny_run.config(folder, name="signalled")
+    trainer = tiny_run.trainer(cfg)
+    step = trainer.step
+
+    def interrupted(batches):
+        if trainer.progress.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        step(batches)
+
+    trainer.step = interrupted  # type: ignore[method-assign]
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        trainer.fit()
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert "saving after this step" in capsys.readouterr().out
+    again = tiny_run.trainer(cfg)
+    assert again.progress.step == 4
+    again.fit()
+    assert curve(cfg) == pytest.approx(curve(whole), rel=1e-5)
+
+
+def test_a_finished_run_is_left_alone(folder, whole, capsys):
+    written = (tiny_run.Path(whole.folder) / "last" / "model.safetensors").stat().st_mtime_ns
+    trainer = tiny_run.trainer(whole)
+    trainer.fit()
+    assert "nothing to do" in capsys.readouterr().out
+    assert (tiny_run.Path(whole.folder) / "last" / "model.safetensors").stat().st_mtime_ns == written
+    assert len(curve(whole)) == 10
+
+
+def poisoned(trainer, steps):
+    """The loader's batches with NaN states at some steps."""
+    batches = trainer.loader.batches
+
+    def stream(start, stop):
+        for step, micros in enumerate(batches(start, stop), start):
+            if step in steps:
+                micros[0].taps_BSF.fill_(float("nan"))
+            yield micros
+
+    trainer.loader.batches = stream
+    return trainer
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_step_that_is_not_finite_is_skipped_counted_and_named(folder, zero):
+    cfg = tiny_run.config(folder, name=f"nan{zero}", train__steps=4, engine__zero=zero)
+    trainer = poisoned(tiny_run.trainer(cfg), {2})
+    weights = []
+    step = trainer.step
+
+    def watched(batches):
+        step(batches)
+        weights.append(trainer.run.drafter.backbone.fc.weight.detach().clone())
+
+    trainer.step = watched  # type: ignore[method-assign]
+    progress = trainer.fit()
+    assert torch.equal(weights[1], weights[2])
+    assert not torch.equal(weights[2], weights[3])
+    assert all(torch.isfinite(value).all() for value in masters(cfg).values())
+    assert (progress.skipped, progress.adam_steps, progress.step) == (1, 3, 4)
+    (skip,) = [record for record in tracking.read(cfg.folder) if record["kind"] == "skip"]
+    ids = {trainer.loader.source.ids()[row] for row in trainer.loader.rows(2)}
+    assert skip["step"] == 3
+    assert set(skip["samples"]) <= ids
+    assert skip["samples"]
+    assert sorted(curve(cfg)) == [1, 2, 4]
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run_with_the_samples(folder):
+    cfg = tiny_run.config(folder, name="bad", train__steps=6, train__max_skips=2)
+    trainer = poisoned(tiny_run.trainer(cfg), {1, 3, 4})
+    with pytest.raises(NonFiniteError, match=r"2 steps in a row .*samples r\d+.*inspect these rows"):
+        trainer.fit()
+    assert trainer.progress.step == 5
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_though_its_gradient_is(folder):
+    cfg = tiny_run.config(folder, name="inf-loss", train__steps=2)
+    trainer = tiny_run.trainer(cfg)
+    forward = trainer.engine.forward
+
+    def infinite(*inputs, last):
+        loss, values = forward(*inputs, last=last)
+        return loss + float("inf"), values
+
+    trainer.engine.forward = infinite  # type: ignore[method-assign]
+    before = trainer.run.drafter.backbone.fc.weight.detach().clone()
+    trainer.fit()
+    assert trainer.progress.skipped == 2
+    assert torch.equal(before, trainer.run.drafter.backbone.fc.weight)
+
+
+def test_micro_batches_do_not_change_the_gradient(folder):
+    curves = []
+    for tokens in (80, 1000):
+        cfg = tiny_run.config(folder, name=f"micro{tokens}", train__steps=4, data__micro_tokens=tokens)
+        tiny_run.trainer(cfg).fit()
+        curves.append((curve(cfg), curve(cfg, key="grad_norm")))
+    assert curves[0][0] == pytest.approx(curves[1][0], rel=1e-4)
+    assert curves[0][1] == pytest.approx(curves[1][1], rel=1e-3)
+
+
+def test_a_dry_run_takes_a_real_step_and_writes_nothing(folder, capsys):
+    cfg = tiny_run.config(folder, name="dry", train__dry_run="true")
+    tiny_run.trainer(cfg).dry_run()
+    said = capsys.readouterr().out
+    assert "dry run: everything fits" in said
+    assert "step  1/10  loss" in said
+    assert "TFLOP a step" in said
+    assert not tiny_run.Path(cfg.folder).exists()
+
+
+def test_averaged_weights_are_saved_and_training_goes_on_with_its_own(folder, whole):
+    cfg = tiny_run.config(folder, name="ema", optim__ema=0.9, train__eval_every=4)
+    tiny_run.trainer(cfg).fit()
+    assert curve(cfg) == pytest.approx(curve(whole), rel=1e-5)
+    assert curve(cfg, "eval") != pytest.approx(curve(whole, "eval"), rel=1e-5)
+    state = checkpoint.read(cfg.folder)
+    assert state is not None
+    saved = drafters.load(f"{cfg.folder}/last", FrozenHead.load(str(folder / "target")))
+    ema, own = state.tensor("ema", "backbone.fc.weight"), state.tensor("master", "backbone.fc.weight")
+    weight = saved.backbone.fc.weight.detach()  # type: ignore[union-attr]
+    assert float((weight - ema).norm()) < 0.01 * float((ema - own).norm() + ema.norm())
+    assert float((ema - own).norm()) > 0
+
+
+def test_early_stop_and_retention(folder):
+    cfg = tiny_run.config(
+        folder, name="early", train__steps=40, train__lr=1e-9, train__eval_every=1, train__early_stop=2,
+        train__keep_every=1, train__keep=2,
+    )  # fmt: skip
+    trainer = tiny_run.trainer(cfg)
+    heldout = iter([2.0, 2.5, 2.4, 2.5, 2.4])
+    import deepspec.train.evaluation as evaluation
+
+    original = evaluation.heldout
+    evaluation.heldout = lambda engine, loader: {"tau": next(heldout)}  # type: ignore[assignment]
+    try:
+        progress = trainer.fit()
+    finally:
+        evaluation.heldout = original
+    assert (progress.step, progress.best_tau) == (4, 2.5)
+    assert drafters.read_config(f"{cfg.folder}/best")["deepspec"]["training"]["step"] == 2
+    assert sorted(p.name for p in tiny_run.Path(cfg.folder).glob("step-*")) == ["step-3", "step-4"]
+
+
+def test_a_run_can_start_from_a_drafter(folder, whole):
+    cfg = tiny_run.config(folder, name="tuned", train__steps=2, train__lr=1e-6, train__init_from=f"{whole.folder}/last")
+    tiny_run.trainer(cfg).fit()
+    assert curve(cfg)[1] < curve(whole)[1] - 0.05
+    wrong = tiny_run.config(folder, name="w", train__init_from=f"{whole.folder}/last", drafter__block_size=5)
+    with pytest.raises(TrainConfigError, match=r"drafter.block_size=5 \(there 7\)"):
+        tiny_run.trainer(wrong)
+
+
+def test_options_that_change_the_data_or_the_drafter_do_not_continue_a_run(folder, whole):
+    changed = tiny_run.config(folder, name="whole", data__seed=1, drafter__markov_rank=4)
+    with pytest.raises(checkpoint.ResumeError, match=r"drafter.markov_rank was 8, is 4.*data.seed was 0, is 1"):
+        tiny_run.trainer(changed)
+    with pytest.raises(checkpoint.ResumeError, match=r"train\.resume=false"):
+        tiny_run.trainer(tiny_run.config(folder, name="whole", train__resume="false"))
+
+
+def test_the_gate_decodes_the_saved_drafter(folder):
+    cfg = tiny_run.config(
+        folder, name="gate", train__steps=2, train__decode_every=2, train__decode_prompts=3, train__decode_tokens=12
+    )
+    tiny_run.trainer(cfg).fit()
+    (record,) = [record for record in tracking.read(cfg.folder) if record["kind"] == "decode"]
+    assert 1 <= record["tau"] <= 8
+    assert record["expected_tau"] == curve(cfg, "eval", "tau")[2]
+
+
+def test_a_reduced_vocabulary_is_chosen_from_the_training_answers(folder):
+    cfg = tiny_run.config(folder, name="reduced", train__steps=2, drafter__draft_vocab_size=40)
+    trainer = tiny_run.trainer(cfg)
+    ids = trainer.run.drafter.draft_ids_V
+    assert ids is not None
+    assert len(ids) == 40
+    trainer.fit()
+    assert all(loss == loss for loss in curve(cfg).values())
