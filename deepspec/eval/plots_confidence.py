@@ -45,7 +45,9 @@ def threshold_sweep(item: Results) -> str:
     domains = {name: data["threshold_sweep"] for name, data in item["domains"].items() if data.get("threshold_sweep")}
 
     def draw(axes: Any) -> None:
-        for axis, key, label in zip(axes, ("acceptance_rate", "tau"), ("acceptance rate", "τ, tokens per verification"), strict=True):
+        for axis, key, label in zip(
+            axes, ("acceptance_rate", "tau"), ("acceptance rate", "τ, tokens per verification"), strict=True
+        ):
             for index, (name, rows) in enumerate(domains.items()):
                 look = {**_style(index), "markevery": 2}
                 axis.plot([row["threshold"] for row in rows], [row[key] for row in rows], label=name, **look)
@@ -97,7 +99,9 @@ def training_curves(runs: dict[str, Sequence[dict[str, float]]]) -> str:
             *axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=len(runs), handlelength=2.4
         )
 
-    return figure("training", draw, columns=len(present), size={1: (6.0, 3.4), 2: (8.5, 3.4)}.get(len(present), (10.5, 3.4)))
+    return figure(
+        "training", draw, columns=len(present), size={1: (6.0, 3.4), 2: (8.5, 3.4)}.get(len(present), (10.5, 3.4))
+    )
 
 
 def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
