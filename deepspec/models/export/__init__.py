@@ -1,0 +1,70 @@
+"""Drafters for serving engines: export to vLLM, SGLang, llama.cpp and the DeepSpec layout, and import from others.
+
+``export`` writes what an engine loads and says what it will refuse; ``imports.read`` is the way back.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspec.models.export import checkpoint as folders
+from deepspec.models.export import llama_cpp
+from deepspec.models.export.checkpoint import Checkpoint, ExportError, with_head
+from deepspec.models.export.engines import ENGINES
+from deepspec.models.export.validate import Finding, validate
+from deepspec.models.frozen_head import FrozenHead
+
+__all__ = ["ENGINES", "Checkpoint", "ExportError", "Exported", "Finding", "RefusedError", "export", "validate"]
+
+
+class RefusedError(ExportError):
+    """The engine could not use this drafter; ``findings`` says why, field by field."""
+
+    def __init__(self, engine: str, findings: list[Finding]) -> None:
+        self.findings = findings
+        errors = [f"{each.field}: {each.message}" for each in findings if each.level == "error"]
+        super().__init__(f"{engine} cannot serve this drafter:\n  " + "\n  ".join(errors))
+
+
+@dataclass(frozen=True)
+class Exported:
+    """``path`` is the folder, or the GGUF file; ``command`` serves it; ``findings`` holds warnings and notes."""
+
+    path: Path
+    command: str
+    findings: list[Finding]
+
+
+def export(
+    source: Checkpoint,
+    engine: str,
+    output: str | Path,
+    *,
+    head: FrozenHead | None = None,
+    target: Mapping[str, Any] | None = None,
+    target_name: str | None = None,
+    gguf_type: str = "bf16",
+    target_gguf: str | Path | None = None,
+    draft_tokens: int | None = None,
+) -> Exported:
+    """Write a DeepSpec checkpoint (``imports.read``) for an engine of ENGINES into the folder ``output``.
+
+    ``head`` adds the target's embedding and head; ``target`` is its text config, to be compared with. Raises
+    RefusedError, with nothing written, for what the engine would refuse or get wrong.
+    """
+    row = ENGINES.get(engine)
+    if row is None:
+        raise ExportError(f"--to {engine} is unknown: choose one of {', '.join(ENGINES)}")
+    made = row.layout(source if head is None else with_head(source, head))
+    findings = validate(made, row, target=target, draft_tokens=draft_tokens)
+    if any(finding.level == "error" for finding in findings):
+        raise RefusedError(engine, findings)
+    path, named = Path(output), target_name or made.metadata.get("target", {}).get("name") or "TARGET"
+    if engine == "gguf":
+        path = llama_cpp.write(made, path, gguf_type, None if target_gguf is None else Path(target_gguf))
+        folders.write_calibration(made, path.parent)
+        named = named if target_gguf is None else str(target_gguf)
+    else:
+        folders.write(made, path)
+    return Exported(path, row.command(made, path, named), findings)
