@@ -41,8 +41,8 @@ def stream_of(rounds: Rounds, *, prompt_length: int = 0, seed: int = 0) -> Strea
     target added (accepted with the block's last confidence; a seeded draw) and then the next recorded block; behind a
     recorded rejection the last confidence is repeated. A nearer anchor predicts better in truth, so this understates
     policies that verify less than the recorded block (by 1 to 1.5 % of τ on ``synthetic``); recording with the length
-    in question removes the bias. Rounds must offer their full block; a shorter one (recorded under a schedule) is refused unless it
-    was rejected inside, because what lies beyond is unknown.
+    in question removes the bias. Rounds must offer their full block; a shorter one (recorded under a schedule) is
+    refused unless it was rejected inside, because what lies beyond is unknown.
     """
     block = rounds.block_size
     _refuse_censored(rounds, block)
