@@ -75,7 +75,13 @@ def evaluate(options: argparse.Namespace, command: str) -> int:
         say(f"\n!!! WARNING: {text}\n", sys.stderr)
     output = options.output or Path("runs") / cfg.name / "eval" / default_name(options)
     config = RunConfig(
-        options.sampling, options.max_new_tokens, options.thinking, options.seed, options.confidence_threshold
+        options.sampling,
+        options.max_new_tokens,
+        options.thinking,
+        options.seed,
+        options.confidence_threshold,
+        schedule=None if options.sps is None else options.schedule,
+        sps=options.sps,
     )
     session = Session(target, config, output, quiet=options.quiet)
     plan = first_turns(target, loaded, config)
@@ -150,10 +156,11 @@ def describe(item: Candidate) -> dict[str, Any]:
 
 def threshold_warnings(options: argparse.Namespace, variants: Sequence[Variant]) -> list[str]:
     """A threshold does nothing to a drafter without confidences: say so instead of failing the comparison."""
-    if options.confidence_threshold is None:
+    if options.confidence_threshold is None and options.sps is None:
         return []
+    what = "--confidence-threshold" if options.sps is None else f"--schedule {options.schedule}"
     bare = {item.label for item in variants if item.kind != PLAIN and not item.drafter.get("confidence")}
-    return [f"--confidence-threshold is not applied to {name}: it has no confidence head" for name in sorted(bare)]
+    return [f"{what} is not applied to {name}: it has no confidence head" for name in sorted(bare)]
 
 
 def decode_all(
@@ -240,7 +247,7 @@ def assemble(
 
 def settings(session: Session, options: argparse.Namespace) -> dict[str, Any]:
     """The options that shaped the run."""
-    names = ("max_new_tokens", "turns", "thinking", "confidence_threshold", "limit", "seed", "batch_size")
+    names = ("max_new_tokens", "turns", "thinking", "confidence_threshold", "schedule", "limit", "seed", "batch_size")
     return {
         "suites": options.suite,
         **vars(options.sampling),

@@ -114,6 +114,16 @@ def _decoding(group: argparse._ArgumentGroup) -> None:
         help="verify only the prefix that survives with at least this probability (drafters with a confidence head)",
     )
     group.add_argument(
+        "--schedule",
+        choices=("static", "threshold", "causal", "plateau", "async"),
+        default="static",
+        help="how many draft tokens are verified: the block (static), by --confidence-threshold, or by the load and "
+        "the confidences (docs/scheduling.md; needs --sps); the output is the target's under all of them",
+    )
+    group.add_argument(
+        "--sps", type=Path, metavar="FILE", help="steps per second of the target: python -m deepspec.eval.profile"
+    )
+    group.add_argument(
         "--batch-size",
         nargs="+",
         type=int,
@@ -154,6 +164,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         command.error("--max-new-tokens must be at least 1")
     if options.confidence_threshold is not None and not 0 <= options.confidence_threshold <= 1:
         command.error("--confidence-threshold must be in [0, 1]")
+    schedule_options(command, options)
     if options.block is not None and options.sweep_blocks is not None:
         command.error("--block and --sweep-blocks contradict each other: the sweep compares with the trained block")
     options.batch_size = list(dict.fromkeys(options.batch_size))
@@ -161,3 +172,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.sampling.greedy:
         options.draft_sampling = options.draft_sampling[:1]  # at temperature 0 both draw the argmax
     return options
+
+
+def schedule_options(command: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Exit where schedule, threshold and table do not go together; fill in the default threshold."""
+    if options.schedule in ("causal", "plateau", "async"):
+        if options.sps is None:
+            command.error(f"--schedule {options.schedule} needs --sps FILE (python -m deepspec.eval.profile makes one)")
+        if options.confidence_threshold is not None:
+            command.error(f"--schedule {options.schedule} and --confidence-threshold contradict each other: give one")
+    elif options.sps is not None:
+        command.error(f"--sps does nothing with --schedule {options.schedule}: choose causal, plateau or async")
+    if options.schedule == "threshold" and options.confidence_threshold is None:
+        options.confidence_threshold = 0.5

@@ -16,8 +16,11 @@ from deepspec import distributed
 from deepspec.data import chat
 from deepspec.eval import records
 from deepspec.eval.records import Record, Recorder
+from deepspec.eval.scheduler import Scheduler, make_schedule
+from deepspec.eval.sps import load_profile
 from deepspec.eval.suites import Loaded, Prompt
 from deepspec.eval.summary import Variant
+from deepspec.files import sha256_file
 from deepspec.models.decode import Completion, Timings, generate, prompt_problem
 from deepspec.models.sampling import Sampling
 from deepspec.models.target import Target
@@ -38,6 +41,8 @@ class RunConfig:
     thinking: bool
     seed: int
     confidence_threshold: float | None = None
+    schedule: str | None = None  # causal, plateau or async, with ``sps``: the file of the target's SPS table
+    sps: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,19 @@ class Session:
             "thinking": self.config.thinking,
             "seed": self.config.seed,
         }
+        if self._scheduled(variant):  # only then, so that records of earlier versions keep their key
+            fields |= {"schedule": self.config.schedule, "sps": sha256_file(str(self.config.sps))}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _scheduled(self, variant: Variant) -> bool:
+        return self.config.schedule is not None and bool(variant.drafter.get("confidence"))
+
+    def _schedule(self, variant: Variant, asks: Sequence[Ask]) -> Scheduler | None:
+        """A fresh scheduler with the table of these prompts' context, half of the answer included."""
+        if not self._scheduled(variant):
+            return None
+        context = sum(len(ask.ids) for ask in asks) // len(asks) + self.config.max_new_tokens // 2
+        return make_schedule(str(self.config.schedule), sps=load_profile(str(self.config.sps)).at(context))
 
     def _threshold(self, variant: Variant) -> float | None:
         return self.config.confidence_threshold if variant.drafter.get("confidence") else None
@@ -221,6 +238,7 @@ class Session:
             max_new_tokens=max_new_tokens,
             seed=self.config.seed,
             confidence_threshold=self._threshold(variant),
+            schedule=self._schedule(variant, asks),
             greedy_draft=variant.draft == "greedy",
             timings=timings,
             progress=None if progress is None else progress.tokens,

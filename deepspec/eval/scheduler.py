@@ -13,7 +13,7 @@ ranking and then backwards is not: the token it would drop has already been seen
 
 import itertools
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,8 +31,10 @@ class Scheduler(Protocol):
 
     name: str
 
-    def __call__(self, confidence_RG: np.ndarray) -> np.ndarray:
-        """confidence_RG: P(x_j accepted | x_<j accepted), 0 where a request offers no token → lengths [R] in 0..G."""
+    def __call__(self, confidence_RG: Any, /) -> np.ndarray:
+        """confidence_RG, array or CPU tensor: P(x_j accepted | x_<j accepted), 0 where a request offers no token →
+        lengths [R] in 0..G.
+        """
         ...
 
 

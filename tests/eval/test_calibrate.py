@@ -14,6 +14,7 @@ from deepspec.eval import calibrate, calibration, calibration_report
 from deepspec.eval.max_probability import MaxProbability
 from deepspec.eval.replay import Difficulty, record, synthetic
 from deepspec.eval.rounds import Rounds, RoundsError, from_prompts, read_rounds, write_rounds
+from deepspec.eval.sps import SPSProfile, SPSTable
 from deepspec.models import drafter as checkpoints
 from deepspec.models.decode import generate
 from deepspec.models.frozen_head import FrozenHead
@@ -288,3 +289,22 @@ def test_too_little_to_fit(tmp_path, capsys) -> None:
     write_rounds(tmp_path / "records.jsonl", random_rounds(9))
     assert calibrate.main(["--records", str(tmp_path), "--resamples", "20"]) == 0
     assert "pass --drafter FOLDER" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["causal", "async"])
+def test_evaluation_under_a_schedule(trained, capsys, name: str) -> None:
+    sps = trained / "sps.json"
+    SPSProfile((SPSTable((2, 3, 5, 9), (10.0, 9.0, 8.5, 4.0)),)).save(sps)
+    arguments = ["--suite", trained / "prompts.jsonl", "--drafter", trained / "drafters" / "dspark", "--batch-size", 3]
+    arguments += ["--target", trained / "tiny", "--max-new-tokens", 20, "--output", trained / name]
+    assert tiny_run.evaluate(*arguments, "--schedule", name, "--sps", sps) == 0  # 3 where greedy output differs
+    assert "identical to plain greedy decoding: yes" in capsys.readouterr().out
+    assert tiny_run.results(trained / name)["settings"]["schedule"] == name
+    assert len(set(read_rounds(trained / name).proposed_N.tolist())) > 1
+    for wrong in (
+        ["--schedule", name],
+        ["--sps", sps],
+        ["--schedule", name, "--sps", sps, "--confidence-threshold", 0.5],
+    ):
+        with pytest.raises(SystemExit):
+            tiny_run.evaluate(*arguments, *wrong)
