@@ -112,9 +112,7 @@ def fields(checkpoint: Checkpoint) -> dict[str, Any]:
         "attention.key_length": config["head_dim"],
         "attention.value_length": config["head_dim"],
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.dimension_count": config["head_dim"],
         "rope.freq_base": float(rope["rope_theta"]),
-        "vocab_size": checkpoint.vocab_size,
         "target_layers": [tap + 1 for tap in checkpoint.taps],
     }
     if rope.get("rope_type") in ("linear", "yarn"):
@@ -131,6 +129,8 @@ def fields(checkpoint: Checkpoint) -> dict[str, Any]:
                 out[f"rope.scaling.{theirs}"] = float(rope[ours])
     if checkpoint.kind == "eagle3":
         return out | {
+            "vocab_size": checkpoint.vocab_size,
+            "rope.dimension_count": config["head_dim"],
             "target_hidden_size": config["hidden_size"],
             "norm_before_residual": False,
             "norm_before_fc": False,
@@ -219,7 +219,7 @@ def _add_tensor(writer: Any, name: str, tensor: Tensor, kind: str) -> None:
         return
     data: np.ndarray = tensor.detach().float().contiguous().numpy()
     wanted = gguf.GGMLQuantizationType.F32
-    if data.ndim == 2 and name != "conf_proj.weight":
+    if data.ndim == 2:
         wanted = gguf.GGMLQuantizationType[kind.upper()]
         if kind == "q8_0" and data.shape[1] % 32:
             wanted = gguf.GGMLQuantizationType.F16
