@@ -162,6 +162,7 @@ def write(checkpoint: Checkpoint, folder: Path, kind: str, target_gguf: Path | N
     with files.atomic_write(path) as temporary:
         writer = gguf.GGUFWriter(temporary, arch)
         writer.add_name(str(checkpoint.metadata.get("target", {}).get("name") or "target") + " drafter")
+        writer.add_type("model")
         writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[kind]])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for name, value in fields(checkpoint).items():

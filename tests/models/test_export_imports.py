@@ -1,0 +1,136 @@
+"""Import of other layouts: the drafters compute the same, round trips are the identity, the rest is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deepspec.models import drafter as drafters
+from deepspec.models.export import ExportError, export, imports
+from deepspec.models.export import checkpoint as folders
+from deepspec.models.export.__main__ import main
+from tests.models.drafting import TAPS
+from tests.models.exporting import KINDS, outputs, saved
+
+
+def speculators(source, kind="dspark", **changes):
+    """``source`` as speculators writes it: nested layer config, aux ids k + 1, the verifier's copies beside it."""
+    layer = {name: source.config[name] for name in imports._LAYER_FIELDS if name in source.config}
+    config = dict(
+        architectures=["DSparkDraftModel"],
+        speculators_model_type=kind,
+        transformer_layer_config=layer | dict(model_type="qwen3", rope_parameters=source.config["rope_parameters"]),
+        aux_hidden_state_layer_ids=[tap + 1 for tap in TAPS],
+        draft_vocab_size=source.draft_vocab_size,
+        sample_from_anchor=True,
+        **{name: source.config[name] for name in imports._HEAD_FIELDS if name in source.config},
+    )
+    tensors = source.tensors | {"verifier_norm.weight": torch.ones(32), "mask_embedding": torch.zeros(32)}
+    return folders.Checkpoint(config | changes, tensors)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "gated", "rnn", "dflash", "reduced"])
+def test_speculators_layout_is_imported(kind, tmp_path):
+    model, source = saved(tmp_path / "drafter", torch.float32, **KINDS[kind])
+    folders.write(speculators(source, "dflash" if kind == "dflash" else "dspark"), tmp_path / "theirs")
+    assert main(["--drafter", str(tmp_path / "theirs"), "--to", "deepspec", "--output", str(tmp_path / "ours")]) == 0
+    again = drafters.load(tmp_path / "ours", model.head)
+    assert again.taps == TAPS
+    assert torch.equal(outputs(again), outputs(model))
+    assert {k: v.tolist() for k, v in load_file(tmp_path / "ours" / "model.safetensors").items()} == {
+        k: v.tolist() for k, v in source.tensors.items()
+    }
+
+
+def test_speculators_eagle3(tmp_path):
+    model, source = saved(tmp_path / "drafter", torch.float32, **KINDS["eagle3 reduced"])
+    made = speculators(
+        source, "eagle3", eagle_aux_hidden_state_layer_ids=[1, 2, 3], norm_before_residual=False, block_size=4
+    )
+    folders.write(made, tmp_path / "theirs")
+    folders.write(imports.read(tmp_path / "theirs"), tmp_path / "ours")
+    assert torch.equal(outputs(drafters.load(tmp_path / "ours", model.head)), outputs(model))
+
+
+def zlab(source, **changes):
+    nested = dict(mask_token_id=source.config["mask_token_id"], target_layer_ids=list(TAPS))
+    fields = {
+        name: source.config[name] for name in (*imports._LAYER_FIELDS, "rope_parameters") if name in source.config
+    }
+    config = fields | dict(architectures=["DFlashDraftModel"], model_type="qwen3", block_size=4, dflash_config=nested)
+    nested |= changes
+    return folders.Checkpoint(config, source.tensors)
+
+
+def test_dflash_layout(tmp_path):
+    model, source = saved(tmp_path / "drafter", torch.float32, kind="dflash")
+    folders.write(zlab(source, sample_from_anchor=True), tmp_path / "same")
+    folders.write(imports.read(tmp_path / "same"), tmp_path / "ours")
+    assert torch.equal(outputs(drafters.load(tmp_path / "ours", model.head)), outputs(model))
+    for name, changes in (("silent", {}), ("false", dict(sample_from_anchor=False))):
+        folders.write(zlab(source, **changes), tmp_path / name)
+        with pytest.raises(ExportError, match="the anchor predicts nothing"):
+            imports.read(tmp_path / name)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3 reduced"])
+def test_published_eagle3_round_trip_is_the_identity(kind, engine, tmp_path):
+    _, source = saved(tmp_path / "drafter", **KINDS[kind])
+    export(source, engine, tmp_path / "one")
+    plain = json.loads((tmp_path / "one" / "config.json").read_text())
+    del plain["deepspec"]  # as others publish it
+    (tmp_path / "one" / "config.json").write_text(json.dumps(plain))
+    with pytest.raises(ExportError, match="--taps K K K"):
+        imports.read(tmp_path / "one")
+    back = imports.read(tmp_path / "one", taps=TAPS)
+    assert back.taps == TAPS
+    export(back, engine, tmp_path / "two")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert json.loads((tmp_path / "two" / "config.json").read_text())["eagle_config"] == plain["eagle_config"]
+
+
+REFUSED = {
+    "anchor": (dict(sample_from_anchor=False), "the anchor predicts nothing"),
+    "no anchor field": (dict(sample_from_anchor=None), "absent"),
+    "type": (dict(speculators_model_type="peagle"), "peagle"),
+    "sliding": (
+        dict(transformer_layer_config=dict(num_hidden_layers=2, layer_types=["sliding_attention"])),
+        "causal inside a block",
+    ),
+    "bias": (dict(transformer_layer_config=dict(attention_bias=True)), "attention_bias"),
+    "family": (dict(transformer_layer_config=dict(model_type="gpt_oss")), "gpt_oss"),
+    "no mask": (dict(mask_token_id=None), "no 'mask_token_id'"),
+    "no norm rule": (
+        dict(speculators_model_type="eagle3", eagle_aux_hidden_state_layer_ids=[1, 2, 3]),
+        "norm_before_residual",
+    ),
+    "norms": (
+        dict(speculators_model_type="eagle3", eagle_aux_hidden_state_layer_ids=[1, 2, 3], norm_before_residual=True),
+        "norm_before_residual is true",
+    ),
+    "no taps": (dict(speculators_model_type="eagle3"), "the taps are unknown"),
+    "unknown": (dict(speculators_model_type=None, architectures=["MedusaModel"]), "MedusaModel"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_imported(name, tmp_path):
+    changes, message = REFUSED[name]
+    _, source = saved(tmp_path / "drafter")
+    made = speculators(source, **changes)
+    if name == "unknown":
+        del made.config["speculators_model_type"]
+    folders.write(made, tmp_path / "theirs")
+    with pytest.raises(ExportError, match=message):
+        imports.read(tmp_path / "theirs")
+
+
+def test_a_trained_head_is_not_lost_in_silence(tmp_path):
+    model, source = saved(tmp_path / "drafter", **KINDS["reduced"])
+    assert imports.head_error(source, model.head) is None
+    other = source.replaced({"lm_head.weight": source.tensors["lm_head.weight"] + 1})
+    assert "lm_head.weight is not the target's" in imports.head_error(other, model.head)
