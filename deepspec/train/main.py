@@ -1,5 +1,6 @@
 """Entry of training: ``torchrun deepspec/train/main.py +recipe=dspark target=qwen3-4b``, or ``deepspec train …``."""
 
+import atexit
 import shlex
 import sys
 import time
@@ -73,8 +74,8 @@ def _run(arguments: list[str]) -> int:
     except NonFiniteError as error:
         say(f"error: {error}")
         return 1
-    finally:
-        engine.stop()
+    # not after an error: the other ranks may still be waiting in a collective
+    atexit.register(engine.stop)
     return 0
 
 

@@ -67,14 +67,16 @@ class Trainer:
             say(f"{self.cfg.folder} is complete at step {self.progress.step}: nothing to do")
             return self.progress
         self._open_tracker()
+        complete = stop == self.total
         with self._signals(), closing(self.loader.batches(self.progress.step, stop)) as steps:
             for batches in steps:
                 self.step(batches)
                 self._due()
                 if self.cfg.train.early_stop and self.progress.stale >= self.cfg.train.early_stop:
                     say(f"no better expected τ in {self.progress.stale} evaluations: stopping early")
+                    complete = True
                     break
-        self._finish(complete=stop == self.total)
+        self._finish(complete=complete)
         return self.progress
 
     def dry_run(self) -> None:
