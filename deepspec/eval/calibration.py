@@ -14,6 +14,7 @@ from deepspec.eval.rounds import Rounds, RoundsError
 
 BINS = 15
 GRID = np.geomspace(0.1, 10.0, 161)  # temperatures, 2.9 % apart; 1 is among them
+LEAST = 10  # rounds of either outcome that a position's own temperature needs
 _EDGE = 1e-6
 
 
@@ -94,6 +95,12 @@ def reached(rounds: Rounds, position: int) -> Position:
     return Position(all_of_them.rows[keep], all_of_them.outcome[keep])
 
 
+def identified(rounds: Rounds, position: int) -> bool:
+    """Whether enough rounds reached a position, with either outcome, for a temperature of its own."""
+    outcome = reached(rounds, position).outcome
+    return bool(min(outcome.sum(), (1.0 - outcome).sum()) >= LEAST)
+
+
 def check(rounds: Rounds, minimum: int = 50) -> None:
     """Raise RoundsError when there is too little to fit."""
     if not rounds.block_size or np.isnan(rounds.confidence_NG).all():
@@ -110,13 +117,18 @@ def fit_sts(rounds: Rounds, grid: np.ndarray = GRID, bins: int = BINS) -> tuple[
     """Sequential Temperature Scaling (dspark.md §6).
 
     For k = 1..γ in order, T_k is the grid value whose Π_{i≤k} σ(logit c_i / T_i) has the least ECE as a prediction of
-    "the first k were accepted", earlier temperatures fixed; ties go to the value nearest 1.
+    "the first k were accepted", earlier temperatures fixed; ties go to the value nearest 1. A position that is not
+    ``identified`` takes the temperature before it: there, least ECE would push the value to the end of the grid.
     """
     logits = logit(rounds.confidence_NG).astype(np.float32)
     before = np.ones(len(rounds), dtype=np.float32)
     temperatures: list[float] = []
     candidates = grid[np.argsort(np.abs(np.log(grid)), kind="stable")]
     for k in range(rounds.block_size):
+        if not identified(rounds, k):
+            temperatures.append(temperatures[-1] if temperatures else 1.0)
+            before *= sigmoid(logits[:, k] / np.float32(temperatures[-1]))
+            continue
         samples = observed(rounds, k)
         own, prefix = logits[samples.rows, k], before[samples.rows]
         outcome = samples.outcome.astype(np.float32)

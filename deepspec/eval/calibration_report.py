@@ -1,5 +1,6 @@
 """What a calibration did, as plain values: before and after by position, rivals, threshold sweep, and words. Pure."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -48,8 +49,9 @@ def calibrate(rounds: Rounds, *, seed: int = 0, test_share: float = 0.5, resampl
             {
                 "position": k + 1,
                 "temperature": temperatures[k],
-                "before": {name: asdict(interval) for name, interval in before[k].items()},
-                "after": {name: asdict(interval) for name, interval in after[k].items()},
+                "fitted": calibration.identified(fit, k),
+                "before": {name: _plain(interval) for name, interval in before[k].items()},
+                "after": {name: _plain(interval) for name, interval in after[k].items()},
             }
             for k in range(block)
         ],
@@ -65,6 +67,15 @@ def calibrate(rounds: Rounds, *, seed: int = 0, test_share: float = 0.5, resampl
         ],
         "sweep": {"before": sweep(test, raw_NG), "after": sweep(test, methods["sts"])},
     }
+
+
+def _plain(interval: calibration.Interval) -> dict[str, float | None]:
+    """For JSON, which has no NaN: an AUC of one class only is null."""
+    return {name: None if math.isnan(value) else value for name, value in asdict(interval).items()}
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 def reliability(rounds: Rounds, confidence_NG: np.ndarray, position: int, bins: int = calibration.BINS) -> Table:
@@ -103,12 +114,15 @@ def render(report: Table) -> str:
     lines = ["position  temperature   ECE before → after [95 %]              Brier            AUC of c_k"]
     for row in report["positions"]:
         before, after = row["before"], row["after"]
-        ece = after["ece"]
+        ece, mark = after["ece"], " " if row["fitted"] else "*"
         lines.append(
-            f"{row['position']:>8}  {row['temperature']:>11.3f}   {before['ece']['value']:>8.2%} → {ece['value']:.2%} "
-            f"[{ece['low']:.2%}, {ece['high']:.2%}]   {before['brier']['value']:.4f} → {after['brier']['value']:.4f}   "
-            f"{before['auc_conditional']['value']:.4f} → {after['auc_conditional']['value']:.4f}"
+            f"{row['position']:>8}  {row['temperature']:>11.3f}{mark}  {before['ece']['value']:>8.2%} → "
+            f"{ece['value']:.2%} [{_number(ece['low'], '.2%')}, {_number(ece['high'], '.2%')}]   "
+            f"{before['brier']['value']:.4f} → {after['brier']['value']:.4f}   "
+            f"{_number(before['auc_conditional']['value'], '.4f')} → {_number(after['auc_conditional']['value'], '.4f')}"
         )
+    if not all(row["fitted"] for row in report["positions"]):
+        lines.append("* reached by too few rounds for a temperature of its own: that of the position before")
     means = {name: values["mean_ece"] for name, values in report["comparison"].items()}
     lines.append("mean ECE on the test prompts: " + ", ".join(f"{name} {value:.2%}" for name, value in means.items()))
     if report["best"] != "sts":
@@ -124,6 +138,6 @@ def render_sweep(report: Table) -> str:
     """The threshold sweep as text, calibrated confidences."""
     lines = ["threshold  acceptance  verified  tau"]
     for row in report["sweep"]["after"]:
-        rate = "–" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.1%}"
+        rate = _number(row["acceptance_rate"], ".1%")
         lines.append(f"{row['threshold']:>9.2f}  {rate:>10}  {row['length']:>8.2f}  {row['tau']:.2f}")
     return "\n".join(lines)

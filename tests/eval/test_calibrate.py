@@ -97,6 +97,15 @@ def test_sts_recovers_the_exaggeration_and_keeps_the_order() -> None:
         assert calibration.auc(scaled[samples.rows, k], samples.outcome) == pytest.approx(raw, abs=1e-6)
 
 
+def test_positions_that_nothing_reaches_take_the_temperature_before() -> None:
+    """Least ECE alone would make them extreme: whatever is rejected always is predicted best by a survival of 0."""
+    rounds = random_rounds(7, prompts=100)
+    hopeless = Rounds(rounds.prompt_N, rounds.proposed_N, np.minimum(rounds.accepted_N, 1), rounds.confidence_NG)
+    temperatures = calibration.fit_sts(hopeless)
+    assert temperatures[1] == temperatures[2] == temperatures[0] != 1.0
+    assert [calibration.identified(hopeless, k) for k in range(3)] == [True, False, False]
+
+
 def test_positions_that_were_not_offered_do_not_count() -> None:
     rounds = from_prompts([[(1, 1, [0.9, 0.8, 0.7]), (3, 1, [0.6, 0.5, 0.4])], [(0, 0, [0.3, 0.3, 0.3])]])
     assert rounds.block_size == 3
@@ -286,8 +295,11 @@ def test_too_little_to_fit(tmp_path, capsys) -> None:
     write_rounds(tmp_path / "records.jsonl", random_rounds(9, prompts=4, per_prompt=5))
     assert calibrate.main(["--records", str(tmp_path)]) == 2
     assert "at least 50" in capsys.readouterr().err
-    write_rounds(tmp_path / "records.jsonl", random_rounds(9))
+    rounds = random_rounds(9)
+    hopeless = Rounds(rounds.prompt_N, rounds.proposed_N, np.minimum(rounds.accepted_N, 1), rounds.confidence_NG)
+    write_rounds(tmp_path / "records.jsonl", hopeless)
     assert calibrate.main(["--records", str(tmp_path), "--resamples", "20"]) == 0
+    assert "NaN" not in (tmp_path / "calibration.json").read_text()
     assert "pass --drafter FOLDER" in capsys.readouterr().out
 
 
