@@ -2,7 +2,6 @@
 
 import argparse
 import shlex
-from typing import Any
 
 from deepspec import recipes
 from deepspec.data.config import DataPipelineConfig
@@ -73,7 +72,7 @@ def cache(overrides: list[str]) -> str:
 
     config = _load(overrides)
     build_cache(config)
-    return f"torchrun --standalone --nproc-per-node gpu deepspec/train/main.py +recipe=dspark {_train(config)}"
+    return _train(f"target={config.target.name}", f"out={config.out}")
 
 
 def inspect(overrides: list[str]) -> str:
@@ -91,7 +90,7 @@ def verify(overrides: list[str]) -> str:
 
     config = _load(overrides)
     run(config)
-    return f"torchrun --standalone --nproc-per-node gpu deepspec/train/main.py +recipe=dspark {_train(config)}"
+    return _train(f"target={config.target.name}", f"out={config.out}")
 
 
 def merge(arguments: list[str]) -> str:
@@ -104,7 +103,7 @@ def merge(arguments: list[str]) -> str:
     options = parser.parse_args(arguments)
     manifest = run(options.parents, options.to)
     print(f"{options.to}: {manifest.rows} samples, {manifest.tokens} tokens")
-    return f"torchrun --standalone --nproc-per-node gpu deepspec/train/main.py +recipe=dspark data.path={options.to}"
+    return _train(f"data.path={options.to}")
 
 
 def subset(arguments: list[str]) -> str:
@@ -121,7 +120,7 @@ def subset(arguments: list[str]) -> str:
     options = parser.parse_args(arguments)
     manifest = run(options.parent, options.to, chooser(options.source, options.ids, options.share))
     print(f"{options.to}: {manifest.rows} samples, {manifest.tokens} tokens")
-    return f"torchrun --standalone --nproc-per-node gpu deepspec/train/main.py +recipe=dspark data.path={options.to}"
+    return _train(f"data.path={options.to}")
 
 
 def estimate(overrides: list[str]) -> str:
@@ -132,5 +131,10 @@ def estimate(overrides: list[str]) -> str:
     return _command("prompts", overrides)
 
 
-def _train(config: Any) -> str:
-    return shlex.join([f"target={config.target.name}", f"out={config.out}"])
+def _train(*overrides: str) -> str:
+    """The training command for this machine: a process per accelerator, one on a CPU."""
+    import torch
+
+    processes = "gpu" if torch.accelerator.is_available() else "1"
+    launch = ["torchrun", "--standalone", "--nproc-per-node", processes, "deepspec/train/main.py", "+recipe=dspark"]
+    return shlex.join([*launch, *overrides])
