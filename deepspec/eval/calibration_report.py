@@ -115,11 +115,12 @@ def render(report: Table) -> str:
     for row in report["positions"]:
         before, after = row["before"], row["after"]
         ece, mark = after["ece"], " " if row["fitted"] else "*"
+        areas = [_number(side["auc_conditional"]["value"], ".4f") for side in (before, after)]
         lines.append(
             f"{row['position']:>8}  {row['temperature']:>11.3f}{mark}  {before['ece']['value']:>8.2%} → "
             f"{ece['value']:.2%} [{_number(ece['low'], '.2%')}, {_number(ece['high'], '.2%')}]   "
             f"{before['brier']['value']:.4f} → {after['brier']['value']:.4f}   "
-            f"{_number(before['auc_conditional']['value'], '.4f')} → {_number(after['auc_conditional']['value'], '.4f')}"
+            f"{areas[0]} → {areas[1]}"
         )
     if not all(row["fitted"] for row in report["positions"]):
         lines.append("* reached by too few rounds for a temperature of its own: that of the position before")

@@ -86,6 +86,8 @@ def reliability(panels: Sequence[dict[str, Any]]) -> str:
             axis.set_ylim(0, 1)
             axis.set_aspect("equal")
             axis.set_xlabel("predicted survival")
+        for axis in [] if len(panels) == 1 else axes[len(panels) :]:
+            axis.set_axis_off()
         first = axes if len(panels) == 1 else axes[0]
         first.set_ylabel("share accepted this far")
         first.legend(loc="upper left")
