@@ -35,9 +35,8 @@ def launch(ranks: int, arguments: list[str], *launcher: str) -> subprocess.Popen
     options = launcher or ("--master-port", str(port()))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *options, str(MAIN)]
     return subprocess.Popen(
-        [*command, *arguments], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+        [*command, *arguments], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def finish(process: subprocess.Popen, timeout: float = 240) -> str:
@@ -72,6 +71,19 @@ def wait_for_step(cfg, step: int, process: subprocess.Popen) -> None:
     raise AssertionError(f"step {step} was not reached")
 
 
+def workers(process: subprocess.Popen) -> list[int]:
+    """Process ids of the ranks, which torchrun starts in sessions of their own."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if "main.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def kill(process: subprocess.Popen) -> None:
+    """SIGKILL to the launcher and every rank."""
+    for pid in [process.pid, *workers(process)]:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
 def test_killed_on_one_two_and_one_ranks_it_is_the_same_run(folder):
     options = {"train__steps": 60, "train__save_every": 5, "data__global_batch": 3}
     right = whole(folder, "right", **options)
@@ -79,8 +91,7 @@ def test_killed_on_one_two_and_one_ranks_it_is_the_same_run(folder):
     for ranks, until in ((1, 12), (2, 33)):
         process = launch(ranks, tiny_run.overrides(folder, name="cut", **options))
         wait_for_step(cfg, until, process)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        kill(process)
         state = checkpoint.read(cfg.folder)
         assert state is not None
         assert until - 8 <= state.progress.step < 60
@@ -121,9 +132,7 @@ def test_a_rank_that_dies_ends_the_job_and_the_run_can_go_on(folder):
     cfg = tiny_run.config(folder, name="dies", **options)
     process = launch(2, tiny_run.overrides(folder, name="dies", **options))
     wait_for_step(cfg, 4, process)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = [pid for pid in children if "main.py" in Path(f"/proc/{pid}/cmdline").read_text()]
-    os.kill(int(ranks[-1]), signal.SIGKILL)
+    os.kill(workers(process)[-1], signal.SIGKILL)
     began = time.monotonic()
     process.communicate(timeout=60)
     assert time.monotonic() - began < 60
