@@ -75,5 +75,5 @@ def load(root: str, overrides: Sequence[str], schema: type[T]) -> T:
         groups = ", ".join(
             f"{path.name}={'|'.join(names(path.name))}" for path in sorted(recipes_dir().iterdir()) if path.is_dir()
         )
-        message = " ".join(str(error).split())
-        raise RecipeError(f"recipe '{root}' with {list(overrides)}: {message}\nKnown groups: {groups}") from error
+        message = " ".join(str(error).split()).split(" Config search path:")[0]
+        raise RecipeError(f"recipe '{root}': {message}\nKnown groups: {groups}") from error

@@ -29,6 +29,8 @@ def main(argv: list[str] | None = None) -> int:
     when the run was saved after signal n.
     """
     arguments = sys.argv[1:] if argv is None else argv
+    # the deepspeed launcher adds this to what LOCAL_RANK already says
+    arguments = [argument for argument in arguments if not argument.startswith(("--local_rank=", "--local-rank="))]
     if any(argument in ("-h", "--help") for argument in arguments):
         groups = ("recipe", "target", "engine", "optim", "tracking", "size")
         print(USAGE.format(**{group: " | ".join(recipes.names(group)) for group in groups}))

@@ -25,6 +25,7 @@ def folder(tmp_path_factory):
         (["+recipe=dspark", "train.lrr=1"], "train.lrr"),
         (["+recipe=dspark", "train.lr=fast"], "train.lr"),
         (["+recipe=dspark", "engine.zero=9"], "engine.zero=9"),
+        (["--local_rank=0", "+recipe=dspark", "engine.zero=9"], "engine.zero=9"),
         (["+recipe=dspark"], "make cache MODEL=qwen3-4b"),
         (["+recipe=dspark", "target=smollm2-1.7b"], "make cache MODEL=smollm2-1.7b"),
     ],
