@@ -1,4 +1,4 @@
-"""The ``deepspec`` console script: ``deepspec data|train|eval|export …`` are ``python -m`` of the same modules."""
+"""The ``deepspec`` console script: ``deepspec data …``, ``deepspec train …`` are ``python -m`` of the same modules."""
 
 import importlib
 import sys
@@ -7,6 +7,10 @@ COMMANDS = {
     "data": ("deepspec.data.__main__", "prompts, responses and target cache"),
     "train": ("deepspec.train.main", "train a drafter (several processes: torchrun deepspec/train/main.py)"),
     "eval": ("deepspec.eval.__main__", "speculative decoding on evaluation suites"),
+    "calibrate": ("deepspec.eval.calibrate", "temperatures of a drafter's confidences"),
+    "profile": ("deepspec.eval.profile", "steps per second of a target against tokens per step"),
+    "simulate": ("deepspec.eval.simulate", "serving under load with each verification schedule"),
+    "report": ("deepspec.eval.report", "the HTML report of an evaluation"),
     "export": ("deepspec.models.export.__main__", "serving formats"),
 }
 
@@ -16,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] not in COMMANDS:
         for name, (_, text) in COMMANDS.items():
-            print(f"deepspec {name:<8}{text}")
+            print(f"deepspec {name:<11}{text}")
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             return 0
         print(f"deepspec: unknown command '{arguments[0]}'; the commands are above", file=sys.stderr)
