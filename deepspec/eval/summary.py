@@ -101,7 +101,7 @@ def _pooled(records: Sequence[Record], variant: Variant) -> dict[str, Any]:
 
 
 def comparison(variants: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Relative gains in τ of the best headline drafter over each other one, as in the paper's Table 1 (macro average)."""
+    """Relative gains in τ of the best headline drafter over each other one, macro averages (the paper's Table 1)."""
     rivals = [item for item in variants if item["headline"] and item["kind"] != PLAIN]
     if len(rivals) < 2:
         return {}

@@ -137,7 +137,11 @@ def results(datasets: list[str], drafters: dict[str, float], *, count: int = 20,
         "variants": out,
         "comparison": summary.comparison(out),
         "best_blocks": summary.best_blocks(out),
-        "provenance": {"versions": {"deepspec": "0.1.0", "torch": "2.15.0"}, "python": "3.11", "git_revision": "c0ffee"},
+        "provenance": {
+            "versions": {"deepspec": "0.1.0", "torch": "2.15.0"},
+            "python": "3.11",
+            "git_revision": "c0ffee",
+        },
     }
 
 

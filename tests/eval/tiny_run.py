@@ -41,8 +41,6 @@ def save_drafter(folder: Path, target_folder: Path, kind: str = "dspark", thinki
     options = {"layers": 1, "block_size": 4, **options}
     if kind == "dspark":
         options.setdefault("markov_rank", 6)
-    made = drafter.build(
-        DrafterConfig(kind=kind, **options), target.config, FrozenHead.of(target), target.taps, seed=3
-    )
+    made = drafter.build(DrafterConfig(kind=kind, **options), target.config, FrozenHead.of(target), target.taps, seed=3)
     drafter.save(made, folder, target_name=target.name, target_fingerprint=target.fingerprint, thinking=thinking)
     return folder
