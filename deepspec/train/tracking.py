@@ -47,7 +47,7 @@ class Tracker:
         """Flush everything."""
         self._stream.close()
         if self._wandb is not None:
-            self._wandb.finish(quiet=True)
+            self._wandb.finish()
         if self._board is not None:
             self._board.close()
 

@@ -64,7 +64,7 @@ def test_wandb_gets_numbers_with_positions_named(tmp_path, monkeypatch):
         def log(self, values, step):
             logged.append((step, values))
 
-        def finish(self, quiet):
+        def finish(self):
             logged.append("finished")
 
     started = {}
@@ -84,3 +84,11 @@ def test_wandb_gets_numbers_with_positions_named(tmp_path, monkeypatch):
     log.close()
     assert started["mode"] == "offline"
     assert logged == [(3, {"train/loss": 1.0, "train/acceptance/1": 0.5, "train/acceptance/2": 0.25}), "finished"]
+
+
+def test_a_real_offline_wandb_run_is_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = tracker(tmp_path, cfg=TrackingConfig())
+    log.log(1, "train", {"loss": 1.0})
+    log.close()
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
