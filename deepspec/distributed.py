@@ -1,4 +1,4 @@
-"""Rank, world size and reductions that are no-ops in one process. Knows torch.distributed only."""
+"""Rank, world size and reductions that are no-ops in one process; the device of this rank. Knows torch only."""
 
 import os
 
@@ -48,3 +48,12 @@ def default_device() -> torch.device:
         if kind is not None:
             return torch.device(kind.type, local_rank())
     return torch.device("cpu")
+
+
+def native_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the device multiplies it (accelerators, CPUs with AVX-512 BF16, AMX or Arm's BF16), else float32.
+
+    A torch too old to know its CPU's abilities counts as a CPU without.
+    """
+    able = {"bf16": True} if device.type != "cpu" else getattr(torch.cpu, "get_capabilities", dict)()
+    return torch.bfloat16 if any(able.get(name) for name in ("bf16", "avx512_bf16", "amx_bf16")) else torch.float32

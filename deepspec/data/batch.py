@@ -23,6 +23,7 @@ class Sample:
 
     supervised_S: the token is a label (answer tokens incl. end of turn). last_ID: the target's states after the final
     norm at the positions t, ascending, whose token t+1 is supervised, so p(token t+1) = softmax(lm_head(last[t])).
+    log_z_I, top_I: its log-normaliser (float32) and p's most likely token, where the cache stores them.
     """
 
     id: str
@@ -30,6 +31,8 @@ class Sample:
     supervised_S: torch.Tensor
     taps_SF: torch.Tensor
     last_ID: torch.Tensor
+    log_z_I: torch.Tensor | None = None
+    top_I: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self.tokens_S.shape[0]
@@ -55,7 +58,7 @@ class DraftBatch:
 
     positions_BS are absolute within the document; segments_BS is the document's index in ``ids``, −1 on padding;
     last_row_BS[b, t] is the row of last_LD that holds p for token t+1, −1 where there is none; anchors_BN are
-    positions in the row, ascending, absent ones (−1) last.
+    positions in the row, ascending, absent ones (−1) last. log_z_L, top_L: as in Sample, None unless all have them.
     """
 
     tokens_BS: torch.Tensor
@@ -67,6 +70,8 @@ class DraftBatch:
     last_row_BS: torch.Tensor
     anchors_BN: torch.Tensor
     ids: list[str]
+    log_z_L: torch.Tensor | None = None
+    top_L: torch.Tensor | None = None
 
     def to(
         self, device: torch.device | str, dtype: torch.dtype | None = None, *, non_blocking: bool = False
@@ -85,9 +90,9 @@ class DraftBatch:
 
     def _map(self, change) -> "DraftBatch":
         moved = {
-            field.name: change(field.name, getattr(self, field.name))
+            field.name: change(field.name, value)
             for field in dataclasses.fields(self)
-            if field.name != "ids"
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
         }
         return DraftBatch(**moved, ids=self.ids)
 
@@ -146,6 +151,9 @@ def collate(
     states = _round_up(sum(len(sample.last_ID) for sample in samples), buckets.states)
     batch = _blank(len(rows), width, count, states, samples[0])
     batch.ids = [sample.id for sample in samples]
+    if all(sample.log_z_I is not None for sample in samples):
+        batch.log_z_L = torch.zeros(states, dtype=torch.float32)
+        batch.top_L = torch.zeros(states, dtype=torch.int64)
     used = 0
     for b, row in enumerate(rows):
         start, drawn = 0, []
@@ -230,6 +238,14 @@ def _place(batch: DraftBatch, sample: Sample, index: int, b: int, start: int, us
     batch.supervised_BS[b, start:stop] = sample.supervised_S
     batch.taps_BSF[b, start:stop] = sample.taps_SF
     batch.last_LD[used : used + states] = sample.last_ID
+    if (
+        batch.log_z_L is not None
+        and batch.top_L is not None
+        and sample.log_z_I is not None
+        and sample.top_I is not None
+    ):
+        batch.log_z_L[used : used + states] = sample.log_z_I
+        batch.top_L[used : used + states] = sample.top_I
     batch.last_row_BS[b, start : stop - 1][sample.supervised_S[1:]] = torch.arange(used, used + states)
     return used + states
 

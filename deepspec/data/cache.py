@@ -81,7 +81,9 @@ class CacheConfig:
 
     ``shard_rows`` is the unit of resume: a killed build loses at most one shard per rank. ``batch_tokens`` bounds one
     target forward (padding included) and ``max_padding`` the share of it that may be padding. ``queue_batches`` is how
-    far the forward may run ahead of encoding and writing.
+    far the forward may run ahead of encoding and writing. ``log_normaliser`` stores the log-normaliser and the most
+    likely token of p, 8 bytes per last state and one product with the head here: training with a reduced draft
+    vocabulary then needs the target's logits on that vocabulary alone.
     """
 
     folder: str = "cache"
@@ -93,6 +95,7 @@ class CacheConfig:
     limit: int | None = None
     keep_truncated: bool = True
     queue_batches: int = 2
+    log_normaliser: bool = False
     ignore_disk_space: bool = False
     remove_damaged: bool = False
 
@@ -122,6 +125,7 @@ class Origin:
     template: str
     codec: str
     norm_stage: str = NORM_STAGE
+    log_normaliser: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

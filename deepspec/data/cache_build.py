@@ -71,7 +71,8 @@ class Plan:
     def key(self, target: TargetConfig) -> str:
         """Fingerprint of everything that can be known without loading the target."""
         parts = [self.responses.digest(start, stop) for start, stop in self.ranges]
-        return _digest([vars(target), vars(self.settings), self.config.codec, self._layout(), parts])
+        content = [self.config.codec, self.config.log_normaliser]
+        return _digest([vars(target), vars(self.settings), content, self._layout(), parts])
 
     def identities(self, origin: Origin) -> list[str]:
         """One fingerprint per shard."""
@@ -99,7 +100,13 @@ def build_cache(cfg: "DataPipelineConfig", target: Target | None = None) -> Cach
         return manifest
     if target is None:
         target = Target.load(cfg.target)
-    origin = origin_of(target, codec=cfg.cache.codec, thinking=cfg.target.thinking, revision=cfg.target.revision)
+    origin = origin_of(
+        target,
+        codec=cfg.cache.codec,
+        thinking=cfg.target.thinking,
+        revision=cfg.target.revision,
+        log_normaliser=cfg.cache.log_normaliser,
+    )
     identities = plan.identities(origin)
     mine = [
         number
@@ -219,7 +226,8 @@ def _write(
     groups = batches([len(conversation) for conversation in conversations], config.batch_tokens, config.max_padding)
     for group in groups:
         started = time.perf_counter()
-        rows = capture(target, [conversations[index] for index in group])
+        chosen = [conversations[index] for index in group]
+        rows = capture(target, chosen, log_normaliser=writer.origin.log_normaliser)
         progress.forward_seconds += time.perf_counter() - started
         if not writer.probes:
             writer.probes.append(probe(target, rows[0]))

@@ -12,12 +12,15 @@ from deepspec.data.cache import SHAPE_KEYS, Origin, Probe
 from deepspec.data.capture_plan import Conversation
 from deepspec.data.fingerprints import head_fingerprint, template_fingerprint
 from deepspec.data.record import Row, last_positions, supervised_mask
+from deepspec.models.frozen_head import FrozenHead
 from deepspec.models.target import Target
 
 PROBE_STATES = 16
 
 
-def origin_of(target: Target, *, codec: str, thinking: bool, revision: str | None = None) -> Origin:
+def origin_of(
+    target: Target, *, codec: str, thinking: bool, revision: str | None = None, log_normaliser: bool = False
+) -> Origin:
     """What a cache made with this target states about itself."""
     return Origin(
         target={
@@ -32,12 +35,15 @@ def origin_of(target: Target, *, codec: str, thinking: bool, revision: str | Non
         thinking=thinking,
         template=template_fingerprint(target.tokenizer),
         codec=codec,
+        log_normaliser=log_normaliser,
     )
 
 
 @torch.inference_mode()
-def capture(target: Target, conversations: Sequence[Conversation]) -> list[Row]:
+def capture(target: Target, conversations: Sequence[Conversation], *, log_normaliser: bool = False) -> list[Row]:
     """One forward over a batch; states in bfloat16 on the target's device, in the order given.
+
+    ``log_normaliser`` adds the log-normaliser and the most likely token of p at every last state.
 
     Padded on the right; the target ignores padding, so a row's states do not depend on its neighbours beyond the
     rounding of the matrix products.
@@ -49,9 +55,17 @@ def capture(target: Target, conversations: Sequence[Conversation]) -> list[Row]:
     lengths = [len(conversation) for conversation in conversations]
     states = target(tokens_BT.to(target.device), lengths_B=lengths)
     assert states.taps_BTF is not None
-    rows = []
+    lasts = []
     for row, conversation in enumerate(conversations):
         at_I = last_positions(supervised_mask(len(conversation), conversation.spans)).to(target.device)
+        lasts.append(states.last_BTD[row, at_I].to(torch.bfloat16))
+    known: list[tuple[torch.Tensor | None, torch.Tensor | None]] = [(None, None)] * len(lasts)
+    if log_normaliser:
+        sizes = [len(last_ID) for last_ID in lasts]
+        log_z, top = FrozenHead.of(target).log_normaliser(torch.cat(lasts))
+        known = list(zip(log_z.split(sizes), top.split(sizes), strict=True))
+    rows = []
+    for row, (conversation, last_ID, (log_z_I, top_I)) in enumerate(zip(conversations, lasts, known, strict=True)):
         rows.append(
             Row(
                 id=conversation.id,
@@ -59,7 +73,9 @@ def capture(target: Target, conversations: Sequence[Conversation]) -> list[Row]:
                 tokens=conversation.tokens,
                 spans=conversation.spans,
                 taps_SF=states.taps_BTF[row, : len(conversation)].to(torch.bfloat16),
-                last_ID=states.last_BTD[row, at_I].to(torch.bfloat16),
+                last_ID=last_ID,
+                log_z_I=log_z_I,
+                top_I=top_I,
             )
         )
     return rows

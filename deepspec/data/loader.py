@@ -190,12 +190,15 @@ def cut(sample: Sample, length: int) -> Sample:
     if len(sample) <= length:
         return sample
     supervised_S = sample.supervised_S[:length]
+    states = int(supervised_S[1:].sum())
     return Sample(
         id=sample.id,
         tokens_S=sample.tokens_S[:length],
         supervised_S=supervised_S,
         taps_SF=sample.taps_SF[:length],
-        last_ID=sample.last_ID[: int(supervised_S[1:].sum())],
+        last_ID=sample.last_ID[:states],
+        log_z_I=None if sample.log_z_I is None else sample.log_z_I[:states],
+        top_I=None if sample.top_I is None else sample.top_I[:states],
     )
 
 

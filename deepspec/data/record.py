@@ -2,7 +2,8 @@
 
 Layout, little endian (docs/cache-format.md): ``DSRC`` · u32 version · u64 XXH3-64 of everything after it · u16 codec ·
 u16 taps M · u32 tokens, spans, last states, hidden D, tap channels F, id bytes · u64 taps bytes, last bytes ·
-i32 spans · i32 tokens · id · taps block · last block.
+i32 spans · i32 tokens · id · taps block · last block · in version 2: f32 log-normalisers and i32 most likely tokens of
+the last states.
 
 Shapes: S tokens, I tokens with a last state, F = M·D tap channels, D hidden size.
 """
@@ -20,7 +21,7 @@ from deepspec.data.batch import Sample
 from deepspec.data.codecs import Codec, codec_numbered
 
 MAGIC: Final = b"DSRC"
-VERSION: Final = 1
+VERSION: Final = 2  # 1 has no log-normalisers
 _PREFIX: Final = struct.Struct("<4sIQ")
 _SIZES: Final = struct.Struct("<HHIIIIIIQQ")
 _BODY: Final = _PREFIX.size + _SIZES.size
@@ -41,6 +42,8 @@ class Row:
     spans: Spans
     taps_SF: torch.Tensor
     last_ID: torch.Tensor
+    log_z_I: torch.Tensor | None = None
+    top_I: torch.Tensor | None = None
 
 
 def supervised_mask(length: int, spans: Spans) -> torch.Tensor:
@@ -67,8 +70,12 @@ def pack(row: Row, codec: Codec, taps: int) -> bytes:
         *(len(tokens), len(row.spans), len(row.last_ID), row.last_ID.shape[1], row.taps_SF.shape[1], len(name)),
         *(len(taps_block), len(last_block)),
     )
-    checked = b"".join([sizes, spans.tobytes(), tokens.tobytes(), name, taps_block, last_block])
-    return _PREFIX.pack(MAGIC, VERSION, xxhash.xxh3_64_intdigest(checked)) + checked
+    parts = [sizes, spans.tobytes(), tokens.tobytes(), name, taps_block, last_block]
+    if row.log_z_I is not None and row.top_I is not None:
+        parts += [row.log_z_I.cpu().numpy().astype("<f4").tobytes(), row.top_I.cpu().numpy().astype("<i4").tobytes()]
+    checked = b"".join(parts)
+    version = 1 if row.log_z_I is None else VERSION
+    return _PREFIX.pack(MAGIC, version, xxhash.xxh3_64_intdigest(checked)) + checked
 
 
 def checksum(record: bytes | memoryview) -> int:
@@ -83,8 +90,8 @@ def check(record: bytes | memoryview) -> None:
     _, version, digest = _PREFIX.unpack_from(record)
     if version > VERSION:
         raise RecordError(f"record version {version} is newer than this deepspec's {VERSION}: update deepspec")
-    _, _, tokens, spans, _, _, _, name, taps_block, last_block = _SIZES.unpack_from(record, _PREFIX.size)
-    size = _BODY + 8 * spans + 4 * tokens + name + taps_block + last_block
+    _, _, tokens, spans, states, _, _, name, taps_block, last_block = _SIZES.unpack_from(record, _PREFIX.size)
+    size = _BODY + 8 * spans + 4 * tokens + name + taps_block + last_block + (8 * states if version > 1 else 0)
     if size != len(record):
         raise RecordError(f"the record has {len(record)} bytes and its header says {size}")
     if xxhash.xxh3_64_intdigest(memoryview(record)[_PREFIX.size :]) != digest:
@@ -93,7 +100,10 @@ def check(record: bytes | memoryview) -> None:
 
 @dataclass(frozen=True)
 class Head:
-    """What a record says about itself before its states; ``blocks`` are the encoded taps and last states."""
+    """What a record says about itself before its states; ``blocks`` are the encoded taps and last states.
+
+    log_z_I, top_I: log-normaliser and most likely token of p at every last state, None in records without them.
+    """
 
     id: str
     tokens_S: np.ndarray
@@ -103,14 +113,17 @@ class Head:
     channels: int
     codec: Codec
     blocks: tuple[memoryview, memoryview]
+    log_z_I: np.ndarray | None
+    top_I: np.ndarray | None
 
 
 def head(record: bytes | memoryview) -> Head:
     """Everything but the states; the record must have passed ``check``. Raises CodecError for an unknown codec."""
     view = memoryview(record)
+    version = _PREFIX.unpack_from(view)[1]
     number, _, tokens, spans, states, hidden, channels, name, *blocks = _SIZES.unpack_from(view, _PREFIX.size)
-    parts, start = [], _BODY
-    for size in (8 * spans, 4 * tokens, name, *blocks):
+    parts, start, tail = [], _BODY, 4 * states if version > 1 else 0
+    for size in (8 * spans, 4 * tokens, name, *blocks, tail, tail):
         parts.append(view[start : start + size])
         start += size
     return Head(
@@ -122,6 +135,8 @@ def head(record: bytes | memoryview) -> Head:
         channels=channels,
         codec=codec_numbered(number),
         blocks=(parts[3], parts[4]),
+        log_z_I=np.frombuffer(parts[5], "<f4") if version > 1 else None,
+        top_I=np.frombuffer(parts[6], "<i4") if version > 1 else None,
     )
 
 
@@ -136,4 +151,6 @@ def unpack(record: bytes | memoryview) -> Sample:
         supervised_S=supervised_mask(length, own.spans),
         taps_SF=own.codec.decode(own.blocks[0], length, own.channels),
         last_ID=own.codec.decode(own.blocks[1], own.states, own.hidden),
+        log_z_I=None if own.log_z_I is None else torch.from_numpy(own.log_z_I.astype(np.float32)),
+        top_I=None if own.top_I is None else torch.from_numpy(own.top_I.astype(np.int64)),
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 PREFIXES = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
 _EMBED_NAMES = tuple(f"{prefix}embed_tokens.weight" for prefix in PREFIXES)
 _HEAD_NAMES = tuple(f"{prefix}lm_head.weight" for prefix in PREFIXES)
+NORMALISER_ROWS = 512  # rows of logits over the whole vocabulary held at a time
 _GGUF_EMBED, _GGUF_HEAD = "token_embd.weight", "output.weight"
 
 
@@ -113,6 +114,26 @@ class FrozenHead:
         """Logits [..., V] of post-norm states [..., D], in their dtype, soft cap applied. Gradients flow through."""
         logits = F.linear(hidden, self.head_VD)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    @torch.no_grad()
+    def log_normaliser(self, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """(log Σ_v exp(logit_v) in float32, most likely token) of post-norm states, [N] each.
+
+        The logits are not rounded to the weights' dtype, and held for some rows at a time.
+        """
+        log_z_N = torch.empty(len(hidden_ND), dtype=torch.float32, device=hidden_ND.device)
+        top_N = torch.empty(len(hidden_ND), dtype=torch.int64, device=hidden_ND.device)
+        for start in range(0, len(hidden_ND), NORMALISER_ROWS):
+            part_ND = hidden_ND[start : start + NORMALISER_ROWS]
+            if part_ND.device.type == "cuda" and self.dtype != torch.float32:
+                logits_NV = torch.mm(part_ND.to(self.dtype), self.head_VD.T, torch.float32)
+            else:
+                logits_NV = part_ND.float() @ self.head_VD.float().T
+            if self.softcap is not None:
+                logits_NV = self.softcap * torch.tanh(logits_NV / self.softcap)
+            log_z_N[start : start + len(part_ND)] = logits_NV.logsumexp(-1)
+            top_N[start : start + len(part_ND)] = logits_NV.argmax(-1)
+        return log_z_N, top_N
 
 
 def _read_safetensors(path: str, revision: str | None) -> tuple[Tensor, Tensor | None]:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspec.distributed import default_device
+from deepspec.distributed import default_device, native_dtype
 from deepspec.models import families
 from deepspec.models.frozen_head import FrozenHead as FrozenHead
 from deepspec.models.kv_cache import KVCache
@@ -38,7 +38,7 @@ class NormStageError(TargetError):
 @dataclass
 class TargetConfig:
     """Which target. ``path`` is a hub id or a folder; ``taps`` None derives them; dtype auto is float32 on the CPU and
-    bfloat16 on accelerators."""
+    bfloat16 on accelerators; native is bfloat16 also on CPUs that multiply it."""
 
     name: str
     path: str
@@ -48,8 +48,8 @@ class TargetConfig:
     thinking: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype != "auto" and self.dtype not in _DTYPES:
-            raise TargetError(f"target.dtype {self.dtype!r} is not one of auto, {', '.join(_DTYPES)}")
+        if self.dtype not in ("auto", "native", *_DTYPES):
+            raise TargetError(f"target.dtype {self.dtype!r} is not one of auto, native, {', '.join(_DTYPES)}")
 
 
 def resolve(cfg: TargetConfig) -> str:
@@ -60,6 +60,8 @@ def resolve(cfg: TargetConfig) -> str:
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """Torch dtype of a TargetConfig.dtype on a device."""
+    if dtype == "native":
+        return native_dtype(device)
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return _DTYPES[dtype]

@@ -115,7 +115,7 @@ class RunConfig:
 
 @dataclass
 class EngineConfig:
-    """How DeepSpeed runs. precision "auto" is bf16 with fp32 masters on an accelerator and fp32 on a CPU.
+    """How DeepSpeed runs. precision "auto" is bf16 with fp32 masters where the device multiplies bf16, else fp32.
 
     zero           ZeRO stage: what is split over ranks (1 optimizer state, 2 and gradients, 3 and weights)
     cpu_offload    optimizer state in host memory (stages 1 to 3)

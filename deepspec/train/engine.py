@@ -43,11 +43,10 @@ class SkippableAdamW(torch.optim.AdamW):
 
     def materialise(self, extra: list[torch.Tensor]) -> None:
         """Create the state of every parameter of the groups and of ``extra`` that has none yet."""
-        fused = bool(self.defaults.get("fused"))
         for parameter in [p for group in self.param_groups for p in group["params"]] + extra:
             state = self.state[parameter]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu")
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 for key in MOMENTS:
                     state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
@@ -86,7 +85,7 @@ def stop() -> None:
 def compute_dtype(cfg: EngineConfig, device: torch.device) -> torch.dtype:
     """Type of activations and module weights; master weights are fp32 always."""
     if cfg.precision == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
+        return distributed.native_dtype(device)
     return torch.bfloat16 if cfg.precision == "bf16" else torch.float32
 
 
@@ -105,7 +104,7 @@ class Engine:
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,
             weight_decay=optim.weight_decay,
-            fused=device.type == "cuda" and not cfg.cpu_offload,
+            fused=True,
         )
         self._adam.skip = True  # some wrappers take a step on zero gradients to create the state, and count it
         self._engine, *_ = deepspeed.initialize(

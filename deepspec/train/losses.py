@@ -36,6 +36,13 @@ class LogitsHead:
     draft_VD: torch.Tensor | None = None
 
 
+class KnownTarget(NamedTuple):
+    """What is known of p at every last state: its log-normaliser over all T tokens and its most likely token."""
+
+    log_z_L: torch.Tensor
+    top_L: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Coefficients:
     """Weight of each term per row (already divided by the denominator), None for a term that is not used.
@@ -79,6 +86,7 @@ def fused_loss(
     *,
     m_XR: torch.Tensor | None = None,
     w2_VR: torch.Tensor | None = None,
+    known: KnownTarget | None = None,
     plan: RowPlan | None = None,
     chunk_bytes: int | None = None,
 ) -> RowLosses:
@@ -87,7 +95,7 @@ def fused_loss(
     Gradients flow to h, m and W2 only. index_X: row of last_LD, −1 for none; labels_X: target token ids. Only the
     plan's rows are computed; by default those with a target and a weight that is not zero. Memory: ``chunk_bytes``
     (128 MiB on the CPU, 1 GiB elsewhere) for the logits of q and p together, half as much again with a softcap, plus
-    the gradient of W2.
+    the gradient of W2. ``known`` spares p the logits outside a reduced draft vocabulary, and is not needed without one.
     Raises ValueError when only one of ``m_XR`` and ``w2_VR`` is given.
     """
     if (m_XR is None) != (w2_VR is None):
@@ -96,7 +104,8 @@ def fused_loss(
         plan = RowPlan.of(index_X, _active(index_X, coefficients))
     if chunk_bytes is None:
         chunk_bytes = CPU_CHUNK_BYTES if h_XD.device.type == "cpu" else DEVICE_CHUNK_BYTES
-    inputs = _Inputs(head, last_LD.detach(), labels_X, coefficients, plan, chunk_bytes, torch.is_grad_enabled())
+    known = None if head.draft_ids_V is None else known
+    inputs = _Inputs(head, last_LD.detach(), labels_X, coefficients, known, plan, chunk_bytes, torch.is_grad_enabled())
     return RowLosses(*_FusedLoss.apply(h_XD, m_XR, w2_VR, inputs))
 
 
@@ -113,6 +122,7 @@ class _Inputs(NamedTuple):
     last_LD: torch.Tensor
     labels_X: torch.Tensor
     coefficients: Coefficients
+    known: KnownTarget | None
     plan: RowPlan
     chunk_bytes: int
     grad: bool
@@ -153,6 +163,8 @@ class _Pass:
         self.plan, self.head, self.last_LD = inputs.plan, inputs.head, inputs.last_LD
         order = self.plan.order_X
         self.q_head_VD, self.slots_T = _draft_head(inputs.head)
+        self.known = inputs.known
+        self.p_head = inputs.head.head_TD if self.known is None else self.q_head_VD
         self.dtype = torch.promote_types(self.q_head_VD.dtype, torch.float32)
         self.h_AD = h_XD[order].to(self.q_head_VD.dtype)
         self.m_AR = None if m_XR is None else m_XR[order]
@@ -172,7 +184,7 @@ class _Pass:
 
     def _allocate(self, chunk_bytes: int) -> None:
         """Plan the chunks; buffers for the largest: z_CV (logits, then q, then gradient), p_UT and the tiles' two."""
-        words, targets = len(self.q_head_VD), len(self.head.head_TD)
+        words, targets = len(self.q_head_VD), len(self.p_head)
         size = self.dtype.itemsize
         rows = max(1, chunk_bytes // (size * (words + targets)))
         tile_rows = max(1, CPU_TILE_BYTES // (size * words)) if self.h_AD.device.type == "cpu" else rows
@@ -190,15 +202,16 @@ class _Pass:
         for chunk in self.chunks:
             rows = slice(chunk.x0, chunk.x1)
             p_UT, z_CV = self.p_UT[: chunk.u1 - chunk.u0], self.z_CV[: chunk.x1 - chunk.x0]
-            last_UD = self.last_LD[self.plan.targets_U[chunk.u0 : chunk.u1]].to(self.head.head_TD.dtype)
-            _matmul(last_UD, self.head.head_TD.T, p_UT)
+            last_UD = self.last_LD[self.plan.targets_U[chunk.u0 : chunk.u1]].to(self.p_head.dtype)
+            _matmul(last_UD, self.p_head.T, p_UT)
             _matmul(self.h_AD[rows], self.q_head_VD.T, z_CV)
             gate_CV = self._softcap(z_CV)
             if self.m_AR is not None:
                 _accumulate(z_CV, self.m_AR[rows], self.w2_VR.T)
             for tile in chunk.tiles:
                 part = slice(tile.x0, tile.x1)
-                self._tile(z_CV[part], p_UT[tile.u0 : tile.u1], slice(rows.start + tile.x0, rows.start + tile.x1))
+                p_UV, top_U = self._target(p_UT[tile.u0 : tile.u1], slice(chunk.u0 + tile.u0, chunk.u0 + tile.u1))
+                self._tile(z_CV[part], p_UV, top_U, slice(rows.start + tile.x0, rows.start + tile.x1))
             if self.wants_gradient:
                 self._backpropagate(z_CV, gate_CV, rows)
 
@@ -212,22 +225,28 @@ class _Pass:
             z_CV.mul_(cap)
         return gate_CV
 
-    def _target(self, z_UT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(p over the draft vocabulary, slot of p's most likely token or −1) of raw target logits, in place."""
+    def _target(self, z_UT: torch.Tensor, positions: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """(p over the draft vocabulary, slot of p's most likely token or −1) of raw target logits, in place.
+
+        ``positions`` are theirs in the plan. With a known normaliser the logits are of the draft vocabulary alone.
+        """
         if self.head.softcap:
             z_UT.div_(self.head.softcap).tanh_().mul_(self.head.softcap)
+        if self.known is not None and self.slots_T is not None:
+            states_U = self.plan.targets_U[positions]
+            z_UT.sub_(self.known.log_z_L[states_U, None]).exp_()
+            return z_UT, self.slots_T[self.known.top_L[states_U]]
         top_U = z_UT.argmax(-1)
         torch.softmax(z_UT, -1, out=z_UT)
         if self.slots_T is None:
             return z_UT, top_U
         return z_UT[:, self.head.draft_ids_V], self.slots_T[top_U]
 
-    def _tile(self, z_CV: torch.Tensor, p_UT: torch.Tensor, rows: slice) -> None:
+    def _tile(self, z_CV: torch.Tensor, p_UV: torch.Tensor, top_U: torch.Tensor, rows: slice) -> None:
         """Results of the rows whose logits are in z_CV; leaves d total / d logits there when a gradient is wanted.
 
         With M = [q > p] and Q = Σ M q: ½‖q − p‖₁ = Σ relu(q − p), also for q on a draft vocabulary as it sums to 1.
         """
-        p_UV, top_U = self._target(p_UT)
         count = len(z_CV) // len(p_UV)
         z_UGV, p_U1V = z_CV.view(len(p_UV), count, -1), p_UV[:, None]
         d_CV, t_CV = self.tiles_2CV[:, : len(z_CV)].unbind()

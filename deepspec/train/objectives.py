@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from deepspec.data.anchors import block_valid, gather_tokens, position_weights
 from deepspec.data.batch import DraftBatch
 from deepspec.models.drafter_config import DrafterConfig
-from deepspec.train.losses import Coefficients, LogitsHead, RowLosses, fused_loss
+from deepspec.train.losses import Coefficients, KnownTarget, LogitsHead, RowLosses, fused_loss
 from deepspec.train.row_plan import RowPlan
 
 
@@ -142,6 +142,7 @@ def objective(
         _coefficients(drafter.config, weights, w_X * scale),
         m_XR=None if markov_BNGR is None else markov_BNGR.flatten(0, 2),
         w2_VR=None if markov_BNGR is None else drafter.markov_weight_VR,
+        known=None if batch.log_z_L is None or batch.top_L is None else KnownTarget(batch.log_z_L, batch.top_L),
         plan=plan,
         chunk_bytes=chunk_bytes,
     )

@@ -43,6 +43,18 @@ def test_one_document_per_row_by_hand():
     assert batch.ids == ["a", "b"]
 
 
+def test_log_normalisers_lie_beside_their_states():
+    known = [
+        dataclasses.replace(one, log_z_I=one.last_ID[:, 0] / 2, top_I=one.last_ID[:, 0].long() + 1)
+        for one in (sample("a", "00110"), sample("b", "111", offset=100))
+    ]
+    batch = batched(known, buckets=Buckets(states=3)).to("cpu", torch.bfloat16)
+    assert batch.log_z_L.tolist() == [0.5, 1, 50, 50.5, 0, 0]
+    assert batch.log_z_L.dtype == torch.float32
+    assert batch.top_L.tolist() == [2, 3, 101, 102, 0, 0]
+    assert batched([known[0], sample("c", "011")]).log_z_L is None
+
+
 def test_packing_by_hand():
     samples = [sample("a", "00110"), sample("b", "111"), sample("c", "011"), sample("d", "0")]
     batch = batched(samples, pack_tokens=8)

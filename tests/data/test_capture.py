@@ -50,6 +50,15 @@ def test_states_equal_a_plain_forward_of_each_conversation(family_taps):
         assert row.last_ID.shape[0] == end - start
 
 
+@torch.no_grad()
+def test_log_normalisers_make_the_states_logits_the_models_probabilities():
+    target = chat_target()
+    for row in capture(target, conversations(target), log_normaliser=True):
+        logits_IV = FrozenHead.of(target).logits(row.last_ID.to(target.dtype)).double()
+        torch.testing.assert_close(row.log_z_I.double(), logits_IV.logsumexp(-1), rtol=1e-6, atol=1e-5)
+        assert torch.equal(row.top_I, logits_IV.argmax(-1))
+
+
 def test_probe_is_the_models_own_next_token():
     target = chat_target()
     row = capture(target, conversations(target)[:1])[0]
@@ -122,6 +131,18 @@ def test_online_batches_equal_those_of_the_lossless_cache(tmp_path, pack_tokens)
             torch.testing.assert_close(mine.last_LD, theirs.last_LD, rtol=2**-7, atol=1e-3)
 
 
+def test_a_cache_with_log_normalisers_hands_them_to_the_batch(tmp_path):
+    target = chat_target()
+    cfg = built(tmp_path, target=target, log_normaliser=True)
+    data = DataConfig(path=f"{cfg.out}/cache", anchors=8, global_batch=3)
+    loader = Loader(open_cache(data, cfg.target), data, block_size=4)
+    assert loader.source.reader.manifest.origin.log_normaliser
+    for batch in loader.step(0):
+        log_z_L, top_L = FrozenHead.of(target).log_normaliser(batch.last_LD)
+        torch.testing.assert_close(batch.log_z_L, log_z_L)
+        assert torch.equal(batch.top_L, top_L)
+
+
 def test_opening_for_training_proves_the_head(tmp_path):
     target = chat_target()
     cfg = built(tmp_path, target=target)
@@ -142,8 +163,8 @@ def test_opening_for_training_proves_the_head(tmp_path):
 def test_states_that_are_not_the_heads_inputs_are_found_out(tmp_path, monkeypatch):
     target = chat_target()
 
-    def other_states(target, found):
-        return [replace(row, last_ID=row.last_ID.flip(-1)) for row in capture(target, found)]
+    def other_states(target, found, **options):
+        return [replace(row, last_ID=row.last_ID.flip(-1)) for row in capture(target, found, **options)]
 
     def own_tokens(target, row):
         return probe(target, replace(row, last_ID=row.last_ID.flip(-1)))

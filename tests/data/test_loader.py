@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -161,6 +162,9 @@ def test_cut_keeps_the_states_that_are_still_needed():
     short = cut(sample, len(sample) - 4)
     short.check()
     assert torch.equal(short.last_ID, sample.last_ID[:-4])
+    states = torch.arange(len(sample.last_ID))
+    known = cut(replace(sample, log_z_I=states.float(), top_I=states), len(sample) - 4)
+    assert known.log_z_I.tolist() == known.top_I.tolist() == states[:-4].tolist()
     assert cut(sample, 1000) is sample
 
 

@@ -1,6 +1,7 @@
 """Records: round trip, and a flipped bit anywhere is found."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,21 @@ def test_round_trip(codec, length, spans):
         assert torch.equal(sample.last_ID, original.last_ID)
 
 
+def test_log_normalisers_are_optional_and_checked():
+    plain = row()
+    states = len(plain.last_ID)
+    known = replace(plain, log_z_I=torch.linspace(-3, 90, states), top_I=torch.arange(states) * 7000)
+    packed = record.pack(known, codec_named("int4"), 3)
+    sample = record.unpack(packed)
+    assert torch.equal(sample.log_z_I, known.log_z_I)
+    assert torch.equal(sample.top_I, known.top_I)
+    without = record.pack(plain, codec_named("int4"), 3)
+    assert len(packed) == len(without) + 8 * states
+    assert record.unpack(without).log_z_I is record.unpack(without).top_I is None
+    with pytest.raises(RecordError, match="header says"):
+        record.check(packed[: -4 * states])
+
+
 def test_last_states_are_before_supervised_tokens():
     mask_S = supervised_mask(6, [(0, 2), (4, 6)])
     assert last_positions(mask_S).tolist() == [0, 3, 4]
@@ -60,6 +76,6 @@ def test_cut_and_newer_records_are_named():
     with pytest.raises(RecordError, match="no record"):
         record.check(packed[:10])
     newer = bytearray(packed)
-    newer[4] = 2
+    newer[4] = 3
     with pytest.raises(RecordError, match=r"newer.*update"):
         record.check(bytes(newer))

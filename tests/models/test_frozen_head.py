@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from deepspec.models import frozen_head
 from deepspec.models.frozen_head import FrozenHeadError
 from deepspec.models.target import FrozenHead, Target
 from tests.tiny import VOCAB, tiny_model
@@ -44,6 +45,19 @@ def test_to_keeps_ties_and_gradients_reach_only_the_input():
     head.logits(hidden).sum().backward()
     assert hidden.grad is not None
     assert not head.head_VD.requires_grad
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_normaliser_is_that_of_the_unrounded_logits(softcap, dtype, monkeypatch):
+    monkeypatch.setattr(frozen_head, "NORMALISER_ROWS", 4)
+    head = FrozenHead(torch.randn(50, 8).to(dtype), softcap=softcap)
+    hidden_ND = (torch.randn(11, 8) / 2).to(dtype)
+    log_z_N, top_N = head.log_normaliser(hidden_ND)
+    logits_NV = head.to(dtype=torch.float64).logits(hidden_ND.double())
+    torch.testing.assert_close(log_z_N.double(), logits_NV.logsumexp(-1), rtol=1e-6, atol=1e-5)
+    assert torch.equal(top_N, logits_NV.argmax(-1))
+    assert [len(part) for part in head.log_normaliser(hidden_ND[:0])] == [0, 0]
 
 
 def test_missing_head_is_named(tmp_path):

@@ -146,8 +146,17 @@ def test_weights_are_whole_where_they_are_read():
         assert module.body.weight.shape == (16, 6)
 
 
-def test_precision_follows_the_device():
-    assert engines.compute_dtype(EngineConfig(), CPU) == torch.float32
+@pytest.mark.parametrize(
+    ("able", "dtype"),
+    [
+        ({"avx512_f": True}, torch.float32),
+        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": True}, torch.bfloat16),
+    ],
+)
+def test_precision_follows_the_device(able, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able)
+    assert engines.compute_dtype(EngineConfig(), CPU) == dtype
     assert engines.compute_dtype(EngineConfig(), torch.device("cuda", 0)) == torch.bfloat16
     assert engines.compute_dtype(EngineConfig(precision="bf16"), CPU) == torch.bfloat16
     assert engines.compute_dtype(EngineConfig(precision="fp32"), torch.device("cuda", 0)) == torch.float32

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from deepspec.train.losses import Coefficients, LogitsHead, fused_loss
+from deepspec.train.losses import Coefficients, KnownTarget, LogitsHead, fused_loss
 from deepspec.train.row_plan import RowPlan
 
 TERMS = ("ce_X", "tv_X", "soft_X", "lk_X")
@@ -111,6 +111,31 @@ def test_values_and_gradients_equal_dense_autograd(markov, softcap, reduced):
             torch.testing.assert_close(getattr(losses, name), value, msg=lambda text, name=name: f"{name}: {text}")
         for mine, reference in zip(gradients(losses.total * 3, inputs), expected_gradients, strict=True):
             torch.testing.assert_close(mine, 3 * reference)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["linear", "softcap"])
+def test_known_normalisers_change_nothing(softcap):
+    inputs = case(softcap=softcap, reduced=True)
+    head = inputs["head"]
+    logits_LT = inputs["last_LD"] @ head.head_TD.T
+    if softcap:
+        logits_LT = softcap * torch.tanh(logits_LT / softcap)
+    known = KnownTarget(logits_LT.logsumexp(-1), logits_LT.argmax(-1))
+    expected = fused(inputs)
+    # the rest of the head is not even looked at
+    poisoned_TD = torch.full_like(head.head_TD, torch.nan).index_copy(
+        0, head.draft_ids_V, head.head_TD[head.draft_ids_V]
+    )
+    inputs["head"] = LogitsHead(poisoned_TD, softcap, head.draft_ids_V)
+    losses = fused(inputs, known=known, chunk_bytes=row_bytes(5))
+    for name in ("total", "ce_X", "tv_X", "soft_X", "accept_X", "top1_X"):
+        torch.testing.assert_close(
+            getattr(losses, name), getattr(expected, name), msg=lambda text, n=name: f"{n}: {text}"
+        )
+    inputs["head"] = head
+    for mine, reference in zip(gradients(losses.total, inputs), gradients(expected.total, inputs), strict=True):
+        torch.testing.assert_close(mine, reference)
+    assert torch.equal(fused(case(), known=known).total, fused(case()).total)
 
 
 @pytest.mark.parametrize("term", TERMS)

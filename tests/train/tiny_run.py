@@ -24,6 +24,7 @@ OPTIONS = {
     "train.save_every": 0,
     "optim.warmup": 0,
     "tracking": "none",
+    "engine.precision": "fp32",  # the same on every CPU
 }
 
 
