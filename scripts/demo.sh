@@ -23,7 +23,7 @@ for recipe in $recipes; do
   step torchrun --standalone --nproc-per-node 1 deepspec/train/main.py +recipe="$recipe" target=$target +size=demo
   drafters+=("$run/drafters/$recipe")
 done
-step python -m deepspec.eval --suite demo --target $target --drafter "${drafters[@]}" --limit 12 --batch-size 8 \
+step python -m deepspec.eval --suite demo --target $target --drafter "${drafters[@]}" --limit 12 --batch-size 12 \
   --max-new-tokens 128 --output report
 
 cat <<TXT

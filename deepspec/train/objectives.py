@@ -28,22 +28,25 @@ class LossWeights:
     tv           total variation ‖q − p‖₁                                     block drafters
     lk           −log of the acceptance 1 − ½‖q − p‖₁                         block drafters
     confidence   BCE of the confidence head against the acceptance            block drafters that have one
+    feature      squared distance of the state before the head from the target's last state, relative to the latter's
     gamma_decay  w_k = exp(−(k−1)/gamma_decay) of position k                  block drafters
     soft         cross-entropy with the target's distribution                 EAGLE-3
     step_decay   w_i = step_decay^i of step i = 0, 1, …                       EAGLE-3
-    Source: reference/dspark.md §4 and §5.
+    Source: reference/dspark.md §4 and §5; feature: the regression term of EAGLE (arXiv 2401.15077, §4.2), made
+    scale-free. While q and p hardly overlap, total variation has almost no gradient; the states do.
     """
 
     ce: float = 0.1
     tv: float = 0.9
     lk: float = 0.0
     confidence: float = 1.0
+    feature: float = 0.0
     gamma_decay: float = 4.0
     soft: float = 1.0
     step_decay: float = 0.8
 
     def __post_init__(self) -> None:
-        for name in ("ce", "tv", "lk", "confidence", "soft"):
+        for name in ("ce", "tv", "lk", "confidence", "feature", "soft"):
             if getattr(self, name) < 0:
                 raise ValueError(f"loss.{name}={getattr(self, name)} must not be negative; 0 leaves the term out")
         for name in ("gamma_decay", "step_decay"):
@@ -120,7 +123,7 @@ def objective(
     micro-batches and ranks sum to the global loss, so an engine that averages over ranks or accumulation steps needs it
     multiplied back. chunk_bytes: memory for the loss's logits, see fused_loss. Metrics are float32 tensors whose first
     index is (numerator, denominator): sum both, then divide.
-        loss, ce, tv, lk or soft, confidence   means weighted by w; loss is the whole weighted sum
+        loss, ce, tv, lk or soft, confidence, feature   means weighted by w; loss is the whole weighted sum
         acceptance                             [2, G]: 1 − ½‖q − p‖₁ per position, unweighted
         top1                                   share of positions where q's largest is p's most likely token
         tau                                    1 + Σ_j Π_{i≤j} acceptance_i, over complete blocks only: blocks whose G
@@ -147,6 +150,10 @@ def objective(
         chunk_bytes=chunk_bytes,
     )
     loss, metrics = losses.total, _metrics(losses, rows, drafter.config, weights)
+    if weights.feature:
+        term = _feature(hidden_BNGD, batch.last_LD, rows)
+        loss = loss + weights.feature * scale * term
+        metrics["feature"] = torch.stack([term.detach(), w_X.sum()])
     if confidence_BNG is not None:
         term, own = _confidence(confidence_BNG, losses.accept_X.view_as(rows.valid_BNG), rows)
         loss = loss + weights.confidence * scale * term
@@ -176,6 +183,13 @@ def _coefficients(config: DrafterConfig, weights: LossWeights, w_X: torch.Tensor
         tv_X=weights.tv * w_X if weights.tv else None,
         lk_X=weights.lk * w_X if weights.lk else None,
     )
+
+
+def _feature(hidden_BNGD: torch.Tensor, last_LD: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Σ w ‖h − last‖² / ‖last‖² over the rows that count."""
+    last_XD = last_LD[rows.index_BNG[rows.valid_BNG]].float()
+    distance_X = (hidden_BNGD[rows.valid_BNG].float() - last_XD).square().sum(-1)
+    return (rows.weights_BNG[rows.valid_BNG] * distance_X / last_XD.square().sum(-1)).sum()
 
 
 def _confidence(

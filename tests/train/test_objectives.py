@@ -139,6 +139,24 @@ def test_log_acceptance_term():
     assert_same_gradients(parameter_gradients(model, loss), parameter_gradients(model, expected), rtol=1e-5, atol=1e-7)
 
 
+def test_feature_term():
+    model = exact(confidence=False)
+    b, weights = made_batch(model), LossWeights(ce=0, tv=0, feature=0.5)
+    total = denominators(b, model.config, weights)
+    loss, metrics = objective(model, b, weights, total)
+    rows, hidden_BNGD = rows_of(b, model.config, weights), model(b).hidden_BNGD
+    expected = 0.0
+    for place in rows.valid_BNG.nonzero():
+        last_D = b.last_LD[rows.index_BNG[tuple(place)]].double()
+        distance = (hidden_BNGD[tuple(place)] - last_D) @ (hidden_BNGD[tuple(place)] - last_D)
+        expected = expected + rows.weights_BNG[tuple(place)] * distance / (last_D @ last_D)
+    close(loss.detach(), (0.5 * expected / total).detach())
+    close(metrics["feature"][0] / metrics["feature"][1], (expected / total).detach())
+    reference = parameter_gradients(model, 0.5 * expected / total)
+    mine = parameter_gradients(model, loss)
+    assert_same_gradients({name: mine[name] for name in reference}, reference, rtol=1e-5, atol=1e-7)
+
+
 def test_rows_by_hand():
     made = samples(lengths=(9,))[0]
     made = dataclasses.replace(
