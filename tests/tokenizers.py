@@ -1,5 +1,6 @@
 """Small real fast tokenizers, trained here in a moment, with hand-written templates in the style of each family."""
 
+from collections.abc import Sequence
 from functools import cache
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -54,8 +55,10 @@ QWEN3 = (
 )
 LLAMA3 = (
     "{{- bos_token }}{%- for message in messages %}"
-    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
-    "{{- message['content'] | trim + '<|eot_id|>' }}"
+    "{{- '<|start_header_id|>' + ('ipython' if message.role == 'tool' else message.role) + '<|end_header_id|>\n\n' }}"
+    "{%- if message.tool_calls %}{%- set call = message.tool_calls[0].function %}"
+    "{{- '{\"name\": \"' + call.name + '\", \"parameters\": ' + (call.arguments | tojson) + '}' }}"
+    "{%- else %}{{- message['content'] | trim }}{%- endif %}{{- '<|eot_id|>' }}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
 )
@@ -75,23 +78,86 @@ MISTRAL = (
     "{{ ' ' + message['content'] + eos_token }}{% else %}{{ raise_exception('only user and assistant') }}{% endif %}"
     "{% endfor %}"
 )
+# Tool results and the answer to them continue the assistant's turn; arguments must be text already.
 DEEPSEEK = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ message['content'] }}"
-    "{% elif message['role'] == 'user' %}{{ '<｜User｜>' + message['content'] }}"
-    "{% else %}{{ '<｜Assistant｜>' + message['content'].split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<｜Assistant｜>' + ('<think>\n' if thinking else '') }}{% endif %}"
+    "{{ bos_token }}{% set ns = namespace(tool=false) %}{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ message['content'] }}"
+    "{% elif message['role'] == 'user' %}{{ '<｜User｜>' + message['content'] }}{% set ns.tool = false %}"
+    "{% elif message['role'] == 'tool' %}{% set ns.tool = true %}"
+    "{{ '<｜tool▁output▁begin｜>' + message['content'] + '<｜tool▁output▁end｜>' }}"
+    "{% else %}{{ '<｜Assistant｜>' if not ns.tool }}{{ message['content'].split('</think>')[-1] }}"
+    "{% for call in message.tool_calls or [] %}{{ '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>'"
+    " + call.function.arguments + '<｜tool▁call▁end｜>' }}{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and not ns.tool %}{{ '<｜Assistant｜>' + ('<think>\n' if thinking else '') }}{% endif %}"
 )
-# gpt-oss: channels; the last answer ends with <|return|>, earlier ones with <|end|>.
+# gpt-oss: channels; the last answer ends with <|return|>, earlier ones with <|end|>; reasoning only before the last.
 HARMONY = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{% if loop.last and 'thinking' in message %}"
+    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}{% endif %}"
     "{{ '<|start|>assistant<|channel|>final<|message|>' + message['content'] }}"
     "{{ '<|return|>' if loop.last else '<|end|>' }}"
     "{% else %}{{ '<|start|>' + message['role'] + '<|message|>' + message['content'] + '<|end|>' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
+# The prompt, not the conversation, holds an empty thinking channel; tool results continue the model's turn, which then
+# ends at the token that opens them.
+GEMMA4 = (
+    "{{- bos_token }}{%- set system = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{%- if enable_thinking or tools or system %}{{- '<|turn>system\n' }}{{- '<|think|>\n' if enable_thinking }}"
+    "{{- system | trim }}"
+    "{%- for tool in tools or [] %}{{- '<|tool>declaration:' + tool.function.name + '<tool|>' }}{%- endfor %}"
+    "{{- '<turn|>\n' }}{%- endif %}"
+    "{%- set ns = namespace(open=false, answered=false) %}"
+    "{%- for message in messages if message.role != 'system' %}"
+    "{%- if message.role == 'user' %}{{- '<|turn>user\n' + (message.content | trim) + '<turn|>\n' }}"
+    "{%- set ns.open = false %}"
+    "{%- elif message.role == 'assistant' %}{{- '<|turn>model\n' if not ns.open }}"
+    "{%- for call in message.tool_calls or [] %}{{- '<|tool_call>call:' + call.function.name + '{' }}"
+    "{%- for key, value in call.function.arguments | dictsort %}{{- key + ':<|\"|>' + value + '<|\"|>' }}{%- endfor %}"
+    "{{- '}<tool_call|>' }}{%- endfor %}"
+    "{%- if message.tool_calls %}{%- set ns.open = true %}{%- set ns.answered = false %}"
+    "{%- for result in messages[loop.index + (1 if system else 0):] if result.role == 'tool' %}"
+    "{{- '<|tool_response>response:{value:<|\"|>' + result.content + '<|\"|>}<tool_response|>' }}"
+    "{%- set ns.answered = true %}{%- endfor %}{{- '<|tool_response>' if not ns.answered }}"
+    "{%- else %}{{- message.content.split('<channel|>')[-1] | trim + '<turn|>\n' }}{%- set ns.open = false %}{%- endif %}"
+    "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt and not ns.open %}{{- '<|turn>model\n' }}"
+    "{{- '<|channel>thought\n<channel|>' if not enable_thinking }}{%- endif %}"
+)
+QWEN25 = (
+    "{%- set system = messages[0].content if messages[0].role == 'system' else 'You are Qwen.' %}"
+    "{{- '<|im_start|>system\n' + system }}"
+    "{%- if tools %}{{- '\n\n# Tools\n<tools>' }}{%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}"
+    "{{- '\n</tools>' }}{%- endif %}{{- '<|im_end|>\n' }}"
+    "{%- for message in messages if message.role != 'system' %}"
+    "{%- if message.role == 'assistant' and message.tool_calls %}{{- '<|im_start|>assistant' }}"
+    "{{- '\n' + message.content if message.content }}"
+    "{%- for call in message.tool_calls %}"
+    "{{- '\n<tool_call>\n' + (call.function | tojson) + '\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\n' }}"
+    "{%- elif message.role == 'tool' %}{{- '<|im_start|>user' if loop.previtem.role != 'tool' }}"
+    "{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}"
+    "{{- '<|im_end|>\n' if loop.last or loop.nextitem.role != 'tool' }}"
+    "{%- else %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+# Later Mistral models: no generation prompt, no spaces, calls with an id of at least nine characters.
+MISTRAL3 = (
+    "{{- bos_token }}{%- for message in messages %}"
+    "{%- if message.role == 'system' %}{{- '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}"
+    "{%- elif message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}"
+    "{%- elif message.role == 'tool' %}"
+    "{{- '[TOOL_RESULTS]{\"content\": ' + message.content + ', \"call_id\": \"' + message.tool_call_id + '\"}"
+    "[/TOOL_RESULTS]' }}"
+    "{%- elif message.tool_calls %}{{- '[TOOL_CALLS][' }}{%- for call in message.tool_calls %}"
+    "{%- if call.id | length < 9 %}{{- raise_exception('Tool call IDs should have at least 9 characters') }}{%- endif %}"
+    "{{- (call.function | tojson)[:-1] + ', \"id\": \"' + call.id + '\"}' }}{{- ', ' if not loop.last }}{%- endfor %}"
+    "{{- ']' + eos_token }}"
+    "{%- else %}{{- message.content + eos_token }}{%- endif %}{%- endfor %}"
+)
 
 
-def _byte_level(special: list[str], plain: list[str], merged: int = 120) -> Tokenizer:
+def _byte_level(special: Sequence[str], plain: Sequence[str], merged: int = 120) -> Tokenizer:
     """GPT-2 style: byte-level BPE whose pre-tokens never cross a control token."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -104,7 +170,7 @@ def _byte_level(special: list[str], plain: list[str], merged: int = 120) -> Toke
     return backend
 
 
-def _sentencepiece(special: list[str], prepend: bool) -> Tokenizer:
+def _sentencepiece(special: Sequence[str], prepend: bool) -> Tokenizer:
     """Gemma or Mistral style: spaces become ▁, bytes as a fallback; Mistral puts a ▁ before the text."""
     backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     if prepend:
@@ -134,25 +200,42 @@ def _wrap(backend: Tokenizer, template: str, eos: str, bos: str | None = None) -
     return tokenizer
 
 
+MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+GEMMA4_SPECIAL = (
+    "<bos>", "<eos>", "<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>",
+    "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>',
+)  # fmt: skip
+DEEPSEEK_PLAIN = (  # as published, these are added tokens but not special
+    "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+    "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
+)  # fmt: skip
+# style: template, end of sequence, beginning, special tokens, added tokens that are not special
+BYTE_LEVEL = {
+    "chatml": (CHATML, "<|im_end|>", None, ("<|im_start|>", "<|im_end|>"), ()),
+    "marked": (MARKED, "<|im_end|>", None, ("<|im_start|>", "<|im_end|>"), MARKUP),
+    "qwen3": (QWEN3, "<|im_end|>", None, ("<|im_start|>", "<|im_end|>"), MARKUP),
+    "qwen2.5": (QWEN25, "<|im_end|>", None, ("<|im_start|>", "<|im_end|>"), MARKUP[2:4]),
+    "llama3": (LLAMA3, "<|eot_id|>", "<|begin_of_text|>",
+               ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), ()),
+    "mistral3": (MISTRAL3, "</s>", "<s>", ("<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
+                                           "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"), ()),
+    "deepseek": (DEEPSEEK, "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>",
+                 ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"), DEEPSEEK_PLAIN),
+    "harmony": (HARMONY, "<|return|>", None, ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>"), ()),
+}  # fmt: skip
+SENTENCEPIECE = {
+    "gemma": (GEMMA, "<eos>", "<bos>", ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), False),
+    "gemma4": (GEMMA4, "<eos>", "<bos>", GEMMA4_SPECIAL, False),
+    "mistral": (MISTRAL, "</s>", "<s>", ("<s>", "</s>", "[INST]", "[/INST]"), True),
+}
+STYLES = (*BYTE_LEVEL, *SENTENCEPIECE)
+
+
 @cache
 def tokenizer(style: str) -> PreTrainedTokenizerFast:
-    """One of chatml, marked, qwen3, llama3, gemma, mistral, deepseek, harmony."""
-    chatml = ["<|im_start|>", "<|im_end|>"]
-    if style in ("chatml", "marked", "qwen3"):
-        markup = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-        backend = _byte_level(chatml, [] if style == "chatml" else markup)
-        return _wrap(backend, {"chatml": CHATML, "marked": MARKED, "qwen3": QWEN3}[style], "<|im_end|>")
-    if style == "llama3":
-        special = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-        return _wrap(_byte_level(special, []), LLAMA3, "<|eot_id|>", "<|begin_of_text|>")
-    if style == "gemma":
-        backend = _sentencepiece(["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], prepend=False)
-        return _wrap(backend, GEMMA, "<eos>", "<bos>")
-    if style == "mistral":
-        return _wrap(_sentencepiece(["<s>", "</s>", "[INST]", "[/INST]"], prepend=True), MISTRAL, "</s>", "<s>")
-    if style == "deepseek":
-        special = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"]
-        return _wrap(_byte_level(special, ["<think>", "</think>"]), DEEPSEEK, special[1], special[0])
-    assert style == "harmony", style
-    special = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>"]
-    return _wrap(_byte_level(special, []), HARMONY, "<|return|>")
+    """The tokenizer of one of STYLES, with its template."""
+    if style in BYTE_LEVEL:
+        template, eos, bos, special, plain = BYTE_LEVEL[style]
+        return _wrap(_byte_level(special, plain), template, eos, bos)
+    template, eos, bos, special, prepend = SENTENCEPIECE[style]
+    return _wrap(_sentencepiece(special, prepend=prepend), template, eos, bos)

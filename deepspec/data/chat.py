@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from deepspec.data.control_tokens import ControlTokens
-from deepspec.data.spans import MARKER, ChatError, Message, Region, View, locate, without_reasoning
+from deepspec.data.spans import MARKER, ChatError, Message, Region, View, locate, with_reasoning, without_reasoning
 
 __all__ = ["ChatError", "Encoded", "Message", "encode", "encode_many", "encode_response", "render_prompt"]
 
@@ -192,7 +192,8 @@ class Chat:
         # A tokenizer that puts a space before every text cannot be handed the text in parts.
         first = self.backend.encode("x", add_special_tokens=False).tokens[:1]
         self.divisible = not (first and first[0].startswith(("\u2581", "\u0120")))
-        self.openers, self.lead = self._openers(), self._lead()
+        self.openers = self._openers()
+        self.lead, self.closed = self._before_answers()
 
     def _openers(self) -> set[int]:
         """Control tokens that start a message: never the end of the turn before it."""
@@ -205,21 +206,26 @@ class Chat:
         eos = self.tokenizer.eos_token_id
         return {token for token in ids if token in self.control.special_ids and token != eos}
 
-    def _lead(self) -> str:
-        """White space of the template between the generation prompt and an answer: the model has to write it."""
+    def _before_answers(self) -> tuple[str, bool]:
+        """How the generation prompt and an answered turn differ before the answer.
+
+        White space that the model has to write itself; and whether the prompt holds more than the turn will show: an
+        empty thinking block (Gemma 4).
+        """
         question = {"role": "user", "content": "x"}
         view = self.view([question], False, None)
         try:
             prompt = view.render([question], prompt=True)
             answered = view.render([question, {"role": "assistant", "content": MARKER}])
         except ChatError:
-            return ""
-        between = answered.partition(MARKER)[0].removeprefix(prompt) if answered.startswith(prompt) else ""
-        return between if between.isspace() else ""
+            return "", False
+        before = answered.partition(MARKER)[0]
+        between = before.removeprefix(prompt) if before.startswith(prompt) else ""
+        return between if between.isspace() else "", prompt != before and prompt.startswith(before)
 
     def view(self, messages: Sequence[Message], thinking: bool, tools: Any) -> View:
         """Messages in the form templates expect, with typed control tokens hidden."""
-        plain = [without_reasoning(message) if not thinking else dict(message) for message in messages]
+        plain = [with_reasoning(message) if thinking else without_reasoning(message) for message in messages]
         guarded = self.control.occur_in(plain, tools)
         if guarded:
             try:
@@ -244,11 +250,18 @@ class Chat:
             raise ChatError("the conversation has no messages")
         view = self.view(messages, thinking, tools)
         text = view.render(view.messages)
-        regions, unsupervised = locate(view, text)
+        found = locate(view, text)
         if self.lead:
-            regions = [(a - len(self.lead) if text.endswith(self.lead, 0, a) else a, b) for a, b in regions]
+            back = len(self.lead)
+            found = [(r[0] - back, r[1]) if r and text.endswith(self.lead, 0, r[0]) else r for r in found]
         answered = view.messages[-1].get("role") == "assistant"
-        return Plan(text, regions, unsupervised, answered, view.guarded)
+        if self.closed and not thinking and answered and (last := found[-1]) is not None:
+            # The last answer is to follow what the model saw when it wrote it.
+            prompt = view.render(view.messages[:-1], prompt=True)
+            if prompt.startswith(text[: last[0]]):
+                text, found[-1] = prompt + text[last[0] :], (len(prompt), len(prompt) + last[1] - last[0])
+        regions = [region for region in found if region is not None]
+        return Plan(text, regions, len(found) - len(regions), answered, view.guarded)
 
     def finish(self, plan: Plan, truncated: bool, max_length: int | None) -> Encoded:
         """Character regions to token spans; a token across the start of an answer is tokenised apart."""

@@ -4,7 +4,8 @@ The conversation is rendered a second time with the answer replaced by a marker:
 equal in both renderings. Templates with ``{% generation %}`` tags say it themselves.
 """
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,18 +35,15 @@ class View:
     guarded: bool
 
     def render(self, messages: list[Message], prompt: bool = False) -> str:
-        """Text of ``messages``; a template without a system role gets it merged into the first user turn."""
-        try:
-            text = self._apply(messages, prompt)
-        except Exception as error:  # templates raise whatever their expressions raise
-            if [message.get("role") for message in messages[:2]] != ["system", "user"]:
-                raise ChatError(f"the chat template refuses this conversation: {error}") from error
-            merged = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1].get('content') or ''}"}
+        """Text of ``messages``, in the first spelling the template takes. Raises ChatError with the last refusal."""
+        for spelling in _spellings(messages):
             try:
-                text = self._apply([merged, *messages[2:]], prompt)
-            except Exception as again:
-                raise ChatError(f"the chat template refuses this conversation: {again}") from again
-        return self.control.guard(text) if self.guarded else text
+                text = self._apply(spelling, prompt)
+            except Exception as error:  # templates raise whatever their expressions raise
+                refusal = error
+            else:
+                return self.control.guard(text) if self.guarded else text
+        raise ChatError(f"the chat template refuses this conversation: {refusal}") from refusal
 
     def _apply(self, messages: list[Message], prompt: bool) -> str:
         return self.tokenizer.apply_chat_template(
@@ -61,17 +59,41 @@ class View:
         return {"enable_thinking": self.thinking, "thinking": self.thinking}
 
 
-def locate(view: View, text: str) -> tuple[list[Region], int]:
-    """Character regions of the assistant turns, in order, and how many turns have none."""
+def _spellings(messages: list[Message]) -> Iterator[list[Message]]:
+    """As given; with tool arguments as JSON text (DeepSeek); without a system role, merged into the first question."""
+    yield messages
+    if any(message.get("tool_calls") for message in messages):
+        yield [_with_text_arguments(message) if message.get("tool_calls") else message for message in messages]
+    if [message.get("role") for message in messages[:2]] == ["system", "user"]:
+        merged = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1].get('content') or ''}"}
+        yield [merged, *messages[2:]]
+
+
+def _with_text_arguments(message: Message) -> Message:
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call.get("function", call))
+        if not isinstance(function.get("arguments"), str):
+            function["arguments"] = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls}
+
+
+def locate(view: View, text: str) -> list[Region | None]:
+    """Character regions of the assistant turns, in order; None for a turn whose place is not proven."""
     turns = [index for index, message in enumerate(view.messages) if message.get("role") == "assistant"]
-    regions = _marked(view, text, turns) or _all_at_once(view, text, turns)
-    if regions is None:
-        found = [_one_by_one(view, text, turn) for turn in turns]
-        regions = []
-        for region in found:
-            if region is not None and (not regions or region[0] >= regions[-1][1]):
-                regions.append(region)
-    return regions, len(turns) - len(regions)
+    together = _marked(view, text, turns) or _all_at_once(view, text, turns)
+    if together is not None:
+        return list(together)
+    regions: list[Region | None] = []
+    reached = 0
+    for turn in turns:
+        region = _one_by_one(view, text, turn)
+        if region is not None and region[0] < reached:
+            region = None
+        regions.append(region)
+        reached = region[1] if region is not None else reached
+    return regions
 
 
 def _marked(view: View, text: str, turns: list[int]) -> list[Region] | None:
@@ -83,10 +105,13 @@ def _marked(view: View, text: str, turns: list[int]) -> list[Region] | None:
     if view.guarded or not turns or "endgeneration" not in template:
         return None
     render: Callable[..., tuple[list[str], list[list[Region]]]] = render_jinja_template  # type: ignore[assignment]
-    rendered, marked = render(
-        [view.messages], tools=view.tools, chat_template=template, return_assistant_tokens_mask=True,
-        **view.tokenizer.special_tokens_map, **view.template_arguments(),
-    )  # fmt: skip
+    try:
+        rendered, marked = render(
+            [view.messages], tools=view.tools, chat_template=template, return_assistant_tokens_mask=True,
+            **view.tokenizer.special_tokens_map, **view.template_arguments(),
+        )  # fmt: skip
+    except Exception:  # the text came from another spelling
+        return None
     if rendered[0] != text or len(marked[0]) != len(turns):
         return None
     regions = []
@@ -108,7 +133,14 @@ def reasoning_of(message: Message) -> str:
     return ""
 
 
+def with_reasoning(message: Message) -> Message:
+    """The thinking of an assistant message under every name templates look for."""
+    given = next((message[name] for name in REASONING if isinstance(message.get(name), str)), None)
+    return dict(message) if given is None else {**message, **dict.fromkeys(REASONING, given)}
+
+
 def without_reasoning(message: Message) -> Message:
+    """The message without its thinking, in a field of its own or in its content."""
     kept = {key: value for key, value in message.items() if key not in REASONING}
     if message.get("role") == "assistant" and isinstance(kept.get("content"), str) and "</think>" in kept["content"]:
         kept["content"] = kept["content"].split("</think>")[-1].lstrip("\n")
@@ -156,17 +188,24 @@ def _all_at_once(view: View, text: str, turns: list[int]) -> list[Region] | None
 def _one_by_one(view: View, text: str, turn: int) -> Region | None:
     """Region of one turn: equal text before and after a marker in its place; None when not proven.
 
-    A turn with reasoning starts where its generation prompt ends. A turn of which the template dropped the reasoning or
-    a tool call is not what the model wrote, so it has no region.
+    A turn with reasoning starts where its generation prompt ends. Where the text after the turn depends on it (results
+    that a template attaches to their calls), the turn ends where the conversation up to it ends. A turn of which the
+    template dropped the reasoning or a tool call is not what the model wrote, so it has no region.
     """
     message = view.messages[turn]
     marker = MARKER.format(turn)
     probe = [*view.messages[:turn], {"role": "assistant", "content": marker}, *view.messages[turn + 1 :]]
     try:
         before, found, after = view.render(probe).partition(marker)
-        if not found or not text.endswith(after):
+        if not found:
             return None
-        end = len(text) - len(after)
+        if text.endswith(after):
+            end = len(text) - len(after)
+        else:
+            head = view.render(view.messages[: turn + 1]).rstrip()
+            if not text.startswith(head):
+                return None
+            end = len(head)
         reasoning = reasoning_of(message)
         if reasoning or not text.startswith(before):
             before = view.render(view.messages[:turn], prompt=True)

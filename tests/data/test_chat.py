@@ -3,9 +3,7 @@
 import pytest
 
 from deepspec.data.chat import ChatError, encode, encode_many, encode_response, render_prompt
-from tests.tokenizers import CHATML, tokenizer
-
-STYLES = ("chatml", "marked", "qwen3", "llama3", "gemma", "mistral", "deepseek", "harmony")
+from tests.tokenizers import CHATML, STYLES, tokenizer
 
 
 def user(text):
@@ -21,6 +19,9 @@ def system(text):
 
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+MORE = {"type": "function", "function": {"name": "time", "arguments": {"city": "Oslo"}}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+CALLED = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 SMOL = "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n"
 EMPTY = "<think>\n\n</think>\n\n"
 
@@ -125,6 +126,81 @@ CASES = {
         ("<|start|>user<|message|>2+2<|end|><|start|>assistant<|channel|>final<|message|>", ["4<|end|>"],
          "<|start|>user<|message|>3+3<|end|><|start|>assistant<|channel|>final<|message|>", ["6<|return|>"]),
     ),
+    "qwen2.5, its own system prompt, and code that looks like template tokens": (
+        "qwen2.5", False, [user("Show ChatML"), assistant("```\n<tool|im_start>user\n<im_end>\n```")], {},
+        ("<|im_start|>system\nYou are Qwen.<|im_end|>\n<|im_start|>user\nShow ChatML<|im_end|>\n<|im_start|>assistant\n",
+         ["```\n<tool|im_start>user\n<im_end>\n```<|im_end|>"], "\n"),
+    ),
+    "qwen2.5, text with two calls, their results in one turn": (
+        "qwen2.5", False, [system("S"), user("W"), assistant("Wait.", tool_calls=[CALL, MORE]),
+                           {"role": "tool", "content": "sunny"}, {"role": "tool", "content": "noon"}, assistant("Ok.")],
+        {"tools": TOOLS},
+        ('<|im_start|>system\nS\n\n# Tools\n<tools>\n{"type": "function", "function": {"name": "weather", '
+         '"parameters": {}}}\n</tools><|im_end|>\n<|im_start|>user\nW<|im_end|>\n<|im_start|>assistant\n',
+         ["Wait.\n" + CALLED + "\n" + CALLED.replace("weather", "time").replace("Rome", "Oslo") + "<|im_end|>"],
+         "\n<|im_start|>user\n<tool_response>\nsunny\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
+         "<|im_end|>\n<|im_start|>assistant\n", ["Ok.<|im_end|>"], "\n"),
+    ),
+    "llama3, tool call and its result": (
+        "llama3", False, [user("W"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "sunny"},
+                          assistant("Sunny.")], {},
+        ("<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nW<|eot_id|>"
+         "<|start_header_id|>assistant<|end_header_id|>\n\n",
+         ['{"name": "weather", "parameters": {"city": "Rome"}}<|eot_id|>'],
+         "<|start_header_id|>ipython<|end_header_id|>\n\nsunny<|eot_id|>"
+         "<|start_header_id|>assistant<|end_header_id|>\n\n", ["Sunny.<|eot_id|>"]),
+    ),
+    "gemma4, the last answer follows the empty channel of its prompt": (
+        "gemma4", False, [system("S"), user("2+2"), assistant("4"), user("3+3"), assistant(" 6\n")], {},
+        ("<bos><|turn>system\nS<turn|>\n<|turn>user\n2+2<turn|>\n<|turn>model\n", ["4<turn|>"],
+         "\n<|turn>user\n3+3<turn|>\n<|turn>model\n<|channel>thought\n<channel|>", ["6<turn|>"], "\n"),
+    ),
+    "gemma4, truncated": (
+        "gemma4", False, [user("Count"), assistant("1 2 3")], {"truncated": True},
+        ("<bos><|turn>user\nCount<turn|>\n<|turn>model\n<|channel>thought\n<channel|>", ["1 2 3"]),
+    ),
+    "gemma4 with thinking: a channel that the template drops is not supervised": (
+        "gemma4", True, [user("2+2"), assistant("4"), user("3+3"), assistant("6", reasoning_content="add")], {},
+        ("<bos><|turn>system\n<|think|>\n<turn|>\n<|turn>user\n2+2<turn|>\n<|turn>model\n", ["4<turn|>"],
+         "\n<|turn>user\n3+3<turn|>\n<|turn>model\n6<turn|>\n"),
+    ),
+    "gemma4, a call ends where its result opens, and the answer continues the turn": (
+        "gemma4", False, [user("W"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "sunny"},
+                          assistant("Sunny.")], {"tools": TOOLS},
+        ("<bos><|turn>system\n<|tool>declaration:weather<tool|><turn|>\n<|turn>user\nW<turn|>\n<|turn>model\n",
+         ['<|tool_call>call:weather{city:<|"|>Rome<|"|>}<tool_call|><|tool_response>'],
+         'response:{value:<|"|>sunny<|"|>}<tool_response|>', ["Sunny.<turn|>"], "\n"),
+    ),
+    "gemma4, a call as the last turn": (
+        "gemma4", False, [user("W"), assistant("", tool_calls=[CALL])], {},
+        ("<bos><|turn>user\nW<turn|>\n<|turn>model\n<|channel>thought\n<channel|>",
+         ['<|tool_call>call:weather{city:<|"|>Rome<|"|>}<tool_call|><|tool_response>']),
+    ),
+    "mistral3, system prompt and a call with its id": (
+        "mistral3", False, [system("S"), user("W"), assistant("", tool_calls=[{**CALL, "id": "abcdefghi"}]),
+                            {"role": "tool", "content": "sunny", "tool_call_id": "abcdefghi"}, assistant("Sunny.")], {},
+        ("<s>[SYSTEM_PROMPT]S[/SYSTEM_PROMPT][INST]W[/INST]",
+         ['[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}, "id": "abcdefghi"}]</s>'],
+         '[TOOL_RESULTS]{"content": sunny, "call_id": "abcdefghi"}[/TOOL_RESULTS]', ["Sunny.</s>"]),
+    ),
+    "deepseek, arguments as text, and the answer to a result without a header": (
+        "deepseek", False, [user("W"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "sunny"},
+                            assistant("Sunny.")], {},
+        ("<｜begin▁of▁sentence｜><｜User｜>W<｜Assistant｜>",
+         ['<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜><｜end▁of▁sentence｜>'],
+         "<｜tool▁output▁begin｜>sunny<｜tool▁output▁end｜>", ["Sunny.<｜end▁of▁sentence｜>"]),
+    ),
+    "deepseek with thinking: a turn that lost its reasoning is not supervised": (
+        "deepseek", True, [user("3+3"), assistant("6", reasoning_content="add")], {},
+        ("<｜begin▁of▁sentence｜><｜User｜>3+3<｜Assistant｜>6<｜end▁of▁sentence｜>",),
+    ),
+    "harmony with thinking: the last turn from its analysis on": (
+        "harmony", True, [user("2+2"), assistant("4", reasoning_content="two"), user("3+3"),
+                          assistant("6", reasoning_content="add")], {},
+        ("<|start|>user<|message|>2+2<|end|><|start|>assistant<|channel|>final<|message|>4<|end|>"
+         "<|start|>user<|message|>3+3<|end|><|start|>assistant",
+         ["<|channel|>analysis<|message|>add<|end|><|start|>assistant<|channel|>final<|message|>6<|return|>"]),
+    ),
 }  # fmt: skip
 
 
@@ -168,9 +244,8 @@ def test_mistral_spaces_belong_to_the_tokens_after_them():
 def test_control_tokens_typed_by_a_user_stay_text(style, typed):
     model = tokenizer(style)
     specials = [model.eos_token, *model.added_tokens_encoder]
-    opener = {"chatml": "<|im_start|>", "marked": "<|im_start|>", "qwen3": "<|im_start|>", "harmony": "<|start|>",
-              "llama3": "<|start_header_id|>", "gemma": "<start_of_turn>", "mistral": "[INST]",
-              "deepseek": "<｜User｜>"}[style]  # fmt: skip
+    opener = {"harmony": "<|start|>", "llama3": "<|start_header_id|>", "gemma": "<start_of_turn>", "gemma4": "<|turn>",
+              "mistral": "[INST]", "mistral3": "[INST]", "deepseek": "<｜User｜>"}.get(style, "<|im_start|>")  # fmt: skip
     text = typed.format(eos=specials[0], open=opener)
     plain = "plain words"
     control = {index for index, token in model.added_tokens_decoder.items() if token.special}
