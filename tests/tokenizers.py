@@ -88,7 +88,8 @@ DEEPSEEK = (
     "{% else %}{{ '<｜Assistant｜>' if not ns.tool }}{{ message['content'].split('</think>')[-1] }}"
     "{% for call in message.tool_calls or [] %}{{ '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>'"
     " + call.function.arguments + '<｜tool▁call▁end｜>' }}{% endfor %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt and not ns.tool %}{{ '<｜Assistant｜>' + ('<think>\n' if thinking else '') }}{% endif %}"
+    "{% if add_generation_prompt and not ns.tool %}"
+    "{{ '<｜Assistant｜>' + ('<think>\n' if thinking else '') }}{% endif %}"
 )
 # gpt-oss: channels; the last answer ends with <|return|>, earlier ones with <|end|>; reasoning only before the last.
 HARMONY = (
@@ -120,8 +121,8 @@ GEMMA4 = (
     "{%- for result in messages[loop.index + (1 if system else 0):] if result.role == 'tool' %}"
     "{{- '<|tool_response>response:{value:<|\"|>' + result.content + '<|\"|>}<tool_response|>' }}"
     "{%- set ns.answered = true %}{%- endfor %}{{- '<|tool_response>' if not ns.answered }}"
-    "{%- else %}{{- message.content.split('<channel|>')[-1] | trim + '<turn|>\n' }}{%- set ns.open = false %}{%- endif %}"
-    "{%- endif %}{%- endfor %}"
+    "{%- else %}{{- message.content.split('<channel|>')[-1] | trim + '<turn|>\n' }}{%- set ns.open = false %}"
+    "{%- endif %}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt and not ns.open %}{{- '<|turn>model\n' }}"
     "{{- '<|channel>thought\n<channel|>' if not enable_thinking }}{%- endif %}"
 )
@@ -147,10 +148,9 @@ MISTRAL3 = (
     "{%- if message.role == 'system' %}{{- '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}"
     "{%- elif message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}"
     "{%- elif message.role == 'tool' %}"
-    "{{- '[TOOL_RESULTS]{\"content\": ' + message.content + ', \"call_id\": \"' + message.tool_call_id + '\"}"
-    "[/TOOL_RESULTS]' }}"
+    "{{- '[TOOL_RESULTS]' + message.tool_call_id + '[TOOL_CONTENT]' + message.content + '[/TOOL_RESULTS]' }}"
     "{%- elif message.tool_calls %}{{- '[TOOL_CALLS][' }}{%- for call in message.tool_calls %}"
-    "{%- if call.id | length < 9 %}{{- raise_exception('Tool call IDs should have at least 9 characters') }}{%- endif %}"
+    "{%- if call.id | length < 9 %}{{- raise_exception('Tool call IDs have nine characters') }}{%- endif %}"
     "{{- (call.function | tojson)[:-1] + ', \"id\": \"' + call.id + '\"}' }}{{- ', ' if not loop.last }}{%- endfor %}"
     "{{- ']' + eos_token }}"
     "{%- else %}{{- message.content + eos_token }}{%- endif %}{%- endfor %}"
@@ -202,12 +202,12 @@ def _wrap(backend: Tokenizer, template: str, eos: str, bos: str | None = None) -
 
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 GEMMA4_SPECIAL = (
-    "<bos>", "<eos>", "<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>",
-    "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>',
+    "<bos>", "<eos>", "<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>", "<|tool>", "<tool|>",
+    "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>',
 )  # fmt: skip
 DEEPSEEK_PLAIN = (  # as published, these are added tokens but not special
-    "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
-    "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
+    "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
 )  # fmt: skip
 # style: template, end of sequence, beginning, special tokens, added tokens that are not special
 BYTE_LEVEL = {
@@ -218,7 +218,8 @@ BYTE_LEVEL = {
     "llama3": (LLAMA3, "<|eot_id|>", "<|begin_of_text|>",
                ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), ()),
     "mistral3": (MISTRAL3, "</s>", "<s>", ("<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
-                                           "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"), ()),
+                                           "[TOOL_CALLS]", "[TOOL_RESULTS]", "[TOOL_CONTENT]",
+                                           "[/TOOL_RESULTS]"), ()),
     "deepseek": (DEEPSEEK, "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>",
                  ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"), DEEPSEEK_PLAIN),
     "harmony": (HARMONY, "<|return|>", None, ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>"), ()),

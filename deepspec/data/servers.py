@@ -9,7 +9,7 @@ import heapq
 import json
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +56,7 @@ class ServersEngine:
     """OpenAI chat completions. Sampling values are sent under their own names, unset ones not at all."""
 
     TOLERATED = 3  # consecutive bad answers before a server is left alone
+    SCOUTS = 8  # short prompts asked first: when all are refused with the same words, everything would be
 
     def __init__(
         self, config: RegenerateConfig, stamp: Stamp, *, pause: float = 1.0, longest_pause: float = 60.0
@@ -69,9 +70,15 @@ class ServersEngine:
         self.servers = [_Server(url.rstrip("/"), config.model) for url in config.servers]
         self.on_tokens: Callable[[int], None] = lambda count: None
         self._numbers = 0
+        self._refused_scouts: Counter[str] = Counter()
 
     def run(self, work: deque[Request]) -> Iterator[Answer]:
-        """Answers as they arrive. Raises EngineError when every server has been down for ``config.timeout`` seconds."""
+        """Answers as they arrive.
+
+        Work is taken from the left, but for the scouts: the longest prompts come first, and may be too long. Raises
+        EngineError when every server has been down for ``config.timeout`` seconds, and when the scouts are refused with
+        the same words (a wrong model name, a field the server does not know).
+        """
         waiting: list[_Try] = []
         running: dict[asyncio.Task[Answer], tuple[_Try, _Server]] = {}
         with asyncio.Runner() as runner:
@@ -112,13 +119,16 @@ class ServersEngine:
             retry = bool(waiting) and waiting[0].ready_at <= now
             if not free or not (retry or work):
                 return
-            self._numbers += 1
-            attempt = heapq.heappop(waiting) if retry else _Try(now, self._numbers, work.popleft())
+            attempt = heapq.heappop(waiting) if retry else self._next(work, now)
             server = min(free, key=lambda server: server.active)
             server.active += 1
             # A request of its own may hang past the client's timeouts (a byte now and then): bound it as a whole.
             ask = asyncio.wait_for(self._ask(client, server, attempt.request), self.config.timeout)
             running[loop.create_task(ask)] = (attempt, server)
+
+    def _next(self, work: deque[Request], now: float) -> _Try:
+        self._numbers += 1
+        return _Try(now, self._numbers, work.pop() if self._numbers <= self.SCOUTS else work.popleft())
 
     async def _wait(
         self, running: dict[asyncio.Task[Answer], tuple[_Try, _Server]], waiting: list[_Try]
@@ -148,6 +158,12 @@ class ServersEngine:
             return answer
         if failure.final:
             server.failures = 0
+            self._refused_scouts[str(failure)] += attempt.number <= self.SCOUTS
+            if self._refused_scouts[str(failure)] == self.SCOUTS:
+                raise EngineError(
+                    f"{server.url} refuses every request ({failure}): check regenerate.model and regenerate.extra_body "
+                    "(a field set to null there is not sent); see docs/regeneration.md"
+                )
             return Answer(attempt.request, error=str(failure))
         server.failures += 1
         if not failure.counts or server.failures >= self.TOLERATED or server.down_since is not None:
@@ -178,10 +194,7 @@ class ServersEngine:
         """One try. Raises _Failure."""
         if server.model is None:
             listed = await self._call(client, "GET", f"{server.url}/models", None)
-            try:
-                server.model, server.context = listed["data"][0]["id"], listed["data"][0].get("max_model_len")
-            except (KeyError, IndexError, TypeError) as error:
-                raise _Failure(f"{server.url}/models names no model: give regenerate.model") from error
+            server.model, server.context = _only_model(listed, server.url)
         body = self._body(server.model or "", request)
         return self._answer(request, await self._call(client, "POST", f"{server.url}/chat/completions", body), server)
 
@@ -205,7 +218,10 @@ class ServersEngine:
             raise _Failure(f"{url} answered garbage: {response.content[:80]!r}") from error
 
     def _body(self, model: str, request: Request) -> dict[str, Any]:
-        """The request; top_k and min_p, which OpenAI does not know, only when they do something."""
+        """The request; top_k and min_p, which OpenAI does not know, only when they do something.
+
+        ``extra_body`` comes last: it adds fields, replaces them, and takes away those it sets to null.
+        """
         body: dict[str, Any] = {"model": model, "messages": _plain(request.messages)}
         body["max_tokens"] = self.stamp.max_new_tokens
         for name, value in self.stamp.sampling.items():
@@ -216,7 +232,8 @@ class ServersEngine:
         if request.tools:
             body["tools"] = request.tools
         body["chat_template_kwargs"] = {"enable_thinking": self.stamp.thinking, **self.config.chat_template_kwargs}
-        return body | dict(self.config.extra_body)
+        body |= self.config.extra_body
+        return {name: value for name, value in body.items() if value is not None}
 
     def _answer(self, request: Request, found: Any, server: _Server) -> Answer:
         """A parsed reply as an Answer; raises _Failure when it is not one."""
@@ -245,6 +262,25 @@ class ServersEngine:
             raise _Failure("cut inside its thinking: raise regenerate.max_new_tokens", final=True)
         self.on_tokens(made if isinstance(made, int) else len(content) // 4)
         return Answer(request, message=message, tokens=tokens, finish_reason=finish)
+
+
+def _only_model(listed: Any, url: str) -> tuple[str, int | None]:
+    """Id and context of the model that a server lists; adapters name their parent and do not count.
+
+    Raises EngineError when it lists several, _Failure when the list is not one.
+    """
+    try:
+        models = [(entry["id"], entry.get("max_model_len")) for entry in listed["data"] if not entry.get("parent")]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _Failure(f"{url}/models is not a list of models: {str(listed)[:200]}") from error
+    if len(models) > 1:
+        raise EngineError(
+            f"{url} serves {len(models)} models ({', '.join(name for name, _ in models[:5])}): "
+            "say which is the target's with regenerate.model"
+        )
+    if not models:
+        raise _Failure(f"{url}/models names no model: give regenerate.model")
+    return models[0]
 
 
 def _plain(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

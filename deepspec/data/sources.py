@@ -242,7 +242,7 @@ def _text(content: Any) -> str:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """A tool call with its arguments as an object, the form templates render."""
+    """A tool call with its arguments as an object, the form templates render, and its id if it has one."""
     function = dict(call.get("function") or call) if isinstance(call, Mapping) else {}
     if not isinstance(function.get("name"), str):
         raise RowError("a tool call has no name")
@@ -251,4 +251,5 @@ def _tool_call(call: Any) -> dict[str, Any]:
             function["arguments"] = json.loads(function["arguments"])
         except json.JSONDecodeError as error:
             raise RowError("a tool call's arguments are not JSON") from error
-    return {"type": "function", "function": function}
+    identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {"type": "function", "function": function, **identity}

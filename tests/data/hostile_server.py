@@ -13,7 +13,8 @@ class HostileServer:
     "400", "429", "garbage", "hang", "drop", "empty", "odd", or a dict merged into the reply's choice."""
 
     def __init__(self, mode=lambda number, body: None, model="served") -> None:
-        self.mode, self.model = mode, model
+        self.mode = mode
+        self.listed = [{"id": model, "max_model_len": 4096}]
         self.bodies, self.seen = [], Counter()
         self.active = self.most_active = 0
         self.lock, self.released = threading.Lock(), threading.Event()
@@ -36,7 +37,7 @@ class HostileServer:
                 pass
 
             def do_GET(self):
-                self.reply(200, {"data": [{"id": outer.model, "max_model_len": 4096}]})
+                self.reply(200, {"data": outer.listed})
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -128,7 +128,8 @@ CASES = {
     ),
     "qwen2.5, its own system prompt, and code that looks like template tokens": (
         "qwen2.5", False, [user("Show ChatML"), assistant("```\n<tool|im_start>user\n<im_end>\n```")], {},
-        ("<|im_start|>system\nYou are Qwen.<|im_end|>\n<|im_start|>user\nShow ChatML<|im_end|>\n<|im_start|>assistant\n",
+        ("<|im_start|>system\nYou are Qwen.<|im_end|>\n<|im_start|>user\nShow ChatML<|im_end|>\n"
+         "<|im_start|>assistant\n",
          ["```\n<tool|im_start>user\n<im_end>\n```<|im_end|>"], "\n"),
     ),
     "qwen2.5, text with two calls, their results in one turn": (
@@ -181,7 +182,7 @@ CASES = {
                             {"role": "tool", "content": "sunny", "tool_call_id": "abcdefghi"}, assistant("Sunny.")], {},
         ("<s>[SYSTEM_PROMPT]S[/SYSTEM_PROMPT][INST]W[/INST]",
          ['[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}, "id": "abcdefghi"}]</s>'],
-         '[TOOL_RESULTS]{"content": sunny, "call_id": "abcdefghi"}[/TOOL_RESULTS]', ["Sunny.</s>"]),
+         "[TOOL_RESULTS]abcdefghi[TOOL_CONTENT]sunny[/TOOL_RESULTS]", ["Sunny.</s>"]),
     ),
     "deepseek, arguments as text, and the answer to a result without a header": (
         "deepseek", False, [user("W"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "sunny"},
@@ -244,8 +245,10 @@ def test_mistral_spaces_belong_to_the_tokens_after_them():
 def test_control_tokens_typed_by_a_user_stay_text(style, typed):
     model = tokenizer(style)
     specials = [model.eos_token, *model.added_tokens_encoder]
-    opener = {"harmony": "<|start|>", "llama3": "<|start_header_id|>", "gemma": "<start_of_turn>", "gemma4": "<|turn>",
-              "mistral": "[INST]", "mistral3": "[INST]", "deepseek": "<｜User｜>"}.get(style, "<|im_start|>")  # fmt: skip
+    opener = {
+        "harmony": "<|start|>", "llama3": "<|start_header_id|>", "gemma": "<start_of_turn>", "gemma4": "<|turn>",
+        "mistral": "[INST]", "mistral3": "[INST]", "deepseek": "<｜User｜>",
+    }.get(style, "<|im_start|>")  # fmt: skip
     text = typed.format(eos=specials[0], open=opener)
     plain = "plain words"
     control = {index for index, token in model.added_tokens_decoder.items() if token.special}

@@ -60,7 +60,7 @@ USER = {"role": "user", "content": "hi"}
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [
             {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]}]},
          [{"role": "assistant", "content": "",
-           "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]}]),
+           "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}, "id": "1"}]}]),
     ],
 )  # fmt: skip
 def test_shapes_are_recognised(row, expected):

@@ -77,6 +77,33 @@ def test_a_refused_request_is_not_tried_again_and_says_why():
         assert servers[0].seen["question 3"] == 1
 
 
+def test_when_everything_is_refused_with_the_same_words_the_run_ends_with_what_to_do():
+    with serving(lambda number, body: "400") as servers, pytest.raises(EngineError, match=r"made-up 400.*extra_body"):
+        answers(engine(servers), requests(40))
+    assert len(servers[0].bodies) < 16  # the scouts, and what was in flight
+
+
+def test_prompts_that_are_too_long_come_first_and_do_not_end_the_run():
+    def short_only(number, body):
+        return "400" if int(body["messages"][-1]["content"].split()[1]) < 20 else None
+
+    with serving(short_only) as servers:
+        found = answers(engine(servers), requests(40))
+    assert [found[f"p{n}"].error is not None for n in range(40)] == [True] * 20 + [False] * 20
+
+
+def test_the_only_model_is_asked_and_of_several_the_recipe_must_choose():
+    with serving(fine) as servers:
+        servers[0].listed = [{"id": "base"}, {"id": "tuned", "parent": "base"}]
+        answers(engine(servers), requests(1))
+        assert servers[0].bodies[0]["model"] == "base"
+        servers[0].listed = [{"id": "one"}, {"id": "two"}]
+        with pytest.raises(EngineError, match=r"2 models \(one, two\).*regenerate\.model"):
+            answers(engine(servers), requests(1))
+        answers(engine(servers, model="two"), requests(1))
+        assert servers[0].bodies[-1]["model"] == "two"
+
+
 def test_a_request_that_always_fails_ends_after_its_tries():
     def poisoned(number, body):
         return "500" if body["messages"][-1]["content"] == "question 3" else None
@@ -138,7 +165,7 @@ def test_parameters_go_out_under_their_own_names():
     request = Request("p0", 0, [{"role": "assistant", "content": "", "tool_calls": [call]},
                                 {"role": "user", "content": "q"}], tools)  # fmt: skip
     with serving(fine) as servers:
-        options = {"chat_template_kwargs": {"style": "short"}, "extra_body": {"ignore_eos": True}}
+        options = {"chat_template_kwargs": {"style": "short"}, "extra_body": {"ignore_eos": True, "seed": None}}
         answers(engine(servers, stamp, **options), [request])
         (body,) = servers[0].bodies
     assert body["model"] == "served"
@@ -150,6 +177,7 @@ def test_parameters_go_out_under_their_own_names():
     assert body["chat_template_kwargs"] == {"enable_thinking": True, "style": "short"}
     assert body["tools"] == tools
     assert body["ignore_eos"] is True
+    assert "seed" not in body
     assert body["messages"][0]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
 
 
