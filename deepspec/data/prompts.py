@@ -141,7 +141,7 @@ class Filter:
         if sum(len(message["content"]) for message in messages) > self.config.max_chars:
             raise RowError(f"longer than {self.config.max_chars} characters")
         values = {key: row.get(column) for key, column in columns.carried.items()}
-        tools = json.loads(values["tools"]) if isinstance(values.get("tools"), str) else values.get("tools")
+        tools = _tools(values.get("tools"))
         record: dict[str, Any] = {"id": str(values.get("id") or prompt_id(messages, tools)), "messages": messages}
         record["source"] = str(values.get("source") or name)
         if tools:
@@ -158,6 +158,17 @@ class Filter:
             raise RowError("duplicate id")
         self.ids.add(record["id"])
         return record
+
+
+def _tools(value: Any) -> list[Any] | None:
+    """Tool descriptions of a row, which some data sets keep as JSON text; None for none. Raises RowError."""
+    try:
+        tools = json.loads(value or "[]") if value is None or isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise RowError("tools are not JSON") from error
+    if not isinstance(tools, list):
+        raise RowError("tools are not a list")
+    return tools or None
 
 
 class Spool:
@@ -327,10 +338,12 @@ def describe(summary: dict[str, Any], folder: Path) -> str:
     lines = []
     for name, count in summary["read"].items():
         dropped = summary["dropped"].get(name, {})
-        reasons = "".join(f", {number} {reason}" for reason, number in sorted(dropped.items(), key=lambda x: -x[1]))
-        lines.append(f"{name}: {count} read, {count - sum(dropped.values())} kept{reasons}")
+        reasons = "".join(f" + {number} {reason}" for reason, number in sorted(dropped.items(), key=lambda x: -x[1]))
+        lines.append(f"{name}: {count} read = {count - sum(dropped.values())} kept{reasons}")
     for reason in ("contaminated", "near copy"):
         lines += [f"  {reason}: {example}" for example in summary["examples"].get(reason, [])]
+    if any(summary["dropped"].values()):
+        lines.append(f"  examples of every reason are in {folder / 'summary.json'}")
     files = summary["files"]
     lines.append(
         f"{folder}: {files['train']['rows']} training and {files['heldout']['rows']} held-out prompts"

@@ -124,7 +124,10 @@ def read_file(file: Path) -> Iterator[Row]:
             rows = json.loads(file.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise SourceError(f"{file} is not JSON ({error}): if it has one object per line, name it .jsonl") from error
-        yield from rows if isinstance(rows, list) else [rows]
+        rows = rows if isinstance(rows, list) else [rows]
+        if (odd := next((n for n, row in enumerate(rows, 1) if not isinstance(row, dict)), None)) is not None:
+            raise SourceError(f"{file} entry {odd} is not an object: give a list of objects, or one per line as .jsonl")
+        yield from rows
         return
     for number, line in enumerate(_lines(file), 1):
         if line.strip():
@@ -180,8 +183,10 @@ def infer(row: Row, columns: Mapping[str, str], name: str) -> Columns:
             continue
         if shape == "prompt" and isinstance(row[column], list):
             shape = "messages"
-        if shape == "messages" and isinstance(row[column], list) and all(isinstance(x, str) for x in row[column]):
-            shape = "turns"
+        if shape in ("messages", "turns") and isinstance(row[column], list):
+            roles = any(isinstance(x, Mapping) and (x.get("role") or x.get("from")) for x in row[column])
+            texts = all(isinstance(x, str) for x in row[column])
+            shape = "messages" if roles else "turns" if texts else shape
         if shape != "prompt" or candidate != "instruction":
             carried.pop("input", None)
         return Columns(shape, column, carried)
@@ -202,9 +207,11 @@ def conversation(row: Row, mapping: Columns) -> list[dict[str, Any]]:
         extra = row.get(mapping.carried["input"]) if "input" in mapping.carried else None
         messages = [{"role": "user", "content": f"{body}\n\n{extra}" if extra else body}]
     elif mapping.shape == "turns":
-        messages = []
-        for turn in body:
-            messages.append({"role": "user", "content": _text(turn.get("content") if isinstance(turn, dict) else turn)})
+        questions = [_text(turn.get("content") if isinstance(turn, Mapping) else turn) for turn in body]
+        # An answer belongs between two questions; every recorded answer gives way to the target's own.
+        messages = [{"role": "user", "content": questions[0]}]
+        for question in questions[1:]:
+            messages += [{"role": "assistant", "content": ""}, {"role": "user", "content": question}]
     else:
         messages = [_message(turn) for turn in body]
     system = row.get(mapping.carried["system"]) if "system" in mapping.carried else None

