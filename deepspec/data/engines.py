@@ -7,6 +7,7 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 from deepspec.data.chat import ChatError, Message, render_prompt
+from deepspec.data.spans import split_reasoning
 from deepspec.models.decode import generate, prompt_problem
 from deepspec.models.sampling import Sampling
 from deepspec.models.target import Target
@@ -112,11 +113,8 @@ def draw_index(prompt_id: str, turn: int) -> int:
 
 def assistant_message(text: str) -> Message:
     """Text of an answer as a message, its thinking apart as templates and servers do."""
-    if "</think>" not in text:
-        return {"role": "assistant", "content": text}
-    reasoning, _, content = text.partition("</think>")
-    reasoning = reasoning.removeprefix("<think>").strip("\n")
-    message: Message = {"role": "assistant", "content": content.lstrip("\n")}
+    reasoning, content = split_reasoning(text)
+    message: Message = {"role": "assistant", "content": content}
     if reasoning.strip():
         message["reasoning_content"] = reasoning
     return message

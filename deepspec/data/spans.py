@@ -16,6 +16,7 @@ from deepspec.data.control_tokens import ControlTokens
 Message = dict[str, Any]
 Region = tuple[int, int]
 REASONING = ("reasoning_content", "reasoning", "thinking")
+THINKING = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"))  # around thinking that is part of the content
 MARKER = "\ufdd0{}\ufdd1"  # noncharacters: valid in a string, never in a text
 
 
@@ -128,9 +129,16 @@ def reasoning_of(message: Message) -> str:
         if isinstance(message.get(name), str) and message[name].strip():
             return message[name].strip()
     content = message.get("content")
-    if isinstance(content, str) and "</think>" in content:
-        return content.split("</think>")[0].split("<think>")[-1].strip()
-    return ""
+    return split_reasoning(content)[0].strip() if isinstance(content, str) else ""
+
+
+def split_reasoning(content: str) -> tuple[str, str]:
+    """The thinking in an answer's text ('' when there is none), and the text after it."""
+    for opening, closing in THINKING:
+        thinking, found, rest = content.partition(closing)
+        if found:
+            return thinking.split(opening)[-1].strip("\n"), rest.lstrip("\n")
+    return "", content
 
 
 def with_reasoning(message: Message) -> Message:
@@ -142,8 +150,8 @@ def with_reasoning(message: Message) -> Message:
 def without_reasoning(message: Message) -> Message:
     """The message without its thinking, in a field of its own or in its content."""
     kept = {key: value for key, value in message.items() if key not in REASONING}
-    if message.get("role") == "assistant" and isinstance(kept.get("content"), str) and "</think>" in kept["content"]:
-        kept["content"] = kept["content"].split("</think>")[-1].lstrip("\n")
+    if message.get("role") == "assistant" and isinstance(kept.get("content"), str):
+        kept["content"] = split_reasoning(kept["content"])[1]
     return kept
 
 

@@ -80,6 +80,7 @@ def test_thinking_is_kept_apart_from_the_answer():
     both = {"role": "assistant", "content": "yes", "reasoning_content": "why"}
     assert assistant_message("<think>\nwhy\n</think>\n\nyes") == both
     assert assistant_message("why\n</think>\n\nyes") == both  # the prompt opened the block
+    assert assistant_message("<|channel>thought\nwhy\n<channel|>yes") == both
     assert assistant_message("<think>\n\n</think>\n\nyes") == {"role": "assistant", "content": "yes"}
 
 
