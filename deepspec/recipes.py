@@ -1,9 +1,10 @@
 """Composes a Hydra recipe into a checked dataclass. Knows where the recipes are, not what they mean."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -58,17 +59,33 @@ def expand_target(overrides: Sequence[str]) -> list[str]:
     return ["target=custom", f"target.path='{path or unlisted}'", *derived, *kept]
 
 
+def dictionaries(schema: type[Any], prefix: str = "") -> Iterator[str]:
+    """Keys of the schema that hold a dictionary, whose own keys are the user's."""
+    for name, kind in get_type_hints(schema).items():
+        if get_origin(kind) is dict:
+            yield prefix + name
+        elif isinstance(kind, type) and is_dataclass(kind):
+            yield from dictionaries(kind, f"{prefix}{name}.")
+
+
+def _opened(override: str, keys: Sequence[str]) -> str:
+    """An override of a key that need not exist yet, spelled as Hydra wants it."""
+    key = override.split("=", 1)[0]
+    return f"++{override}" if any(key == given or key.startswith(f"{given}.") for given in keys) else override
+
+
 def load(root: str, overrides: Sequence[str], schema: type[T]) -> T:
     """Compose ``recipes/<root>.yaml`` with Hydra overrides over the dataclass ``schema`` (``<root>_schema`` in its
-    defaults list), so that every key of the schema can be overridden and is checked.
+    defaults list), so that every key of the schema can be overridden and is checked. Dictionaries take new keys.
 
     Raises RecipeError for an unknown recipe, an unknown key or a value of the wrong type, naming it.
     """
     GlobalHydra.instance().clear()
     ConfigStore.instance().store(name=f"{root}_schema", node=schema)
+    keys = list(dictionaries(schema))
     try:
         with initialize_config_dir(str(recipes_dir()), version_base="1.3"):
-            composed = compose(root, overrides=expand_target(overrides))
+            composed = compose(root, overrides=[_opened(override, keys) for override in expand_target(overrides)])
         plain = OmegaConf.to_container(composed, resolve=True)
         return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain)))
     except (HydraException, OmegaConfBaseException, ValueError, TypeError) as error:
@@ -76,4 +93,6 @@ def load(root: str, overrides: Sequence[str], schema: type[T]) -> T:
             f"{path.name}={'|'.join(names(path.name))}" for path in sorted(recipes_dir().iterdir()) if path.is_dir()
         )
         message = " ".join(str(error).split()).split(" Config search path:")[0]
+        if message.startswith("Error merging override") and error.__cause__ is not None:
+            message += f": {str(error.__cause__).splitlines()[0]}"
         raise RecipeError(f"recipe '{root}': {message}\nKnown groups: {groups}") from error

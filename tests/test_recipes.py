@@ -125,3 +125,25 @@ def test_the_recipe_files_are_small_and_not_copies():
 def test_online_training_reads_the_responses():
     cfg = train("+recipe=dspark", "data=online", "out=elsewhere")
     assert (cfg.data.source, cfg.data.path) == ("online", "elsewhere/responses")
+
+
+def test_dictionaries_take_new_keys_and_everything_else_is_checked():
+    def data(*overrides):
+        return recipes.load(
+            "data", ["data=custom", "prompts.sources.custom.path=x.jsonl", *overrides], DataPipelineConfig
+        )
+
+    assert list(recipes.dictionaries(DataPipelineConfig)) == [
+        "prompts.sources",
+        "regenerate.chat_template_kwargs",
+        "regenerate.extra_body",
+    ]
+    cfg = data("prompts.sources.custom.columns.prompt=q", "regenerate.extra_body={top_k:null,a:1}")
+    assert cfg.prompts.sources["custom"].columns == {"prompt": "q"}
+    assert cfg.regenerate.extra_body == {"top_k": None, "a": 1}
+    with pytest.raises(recipes.RecipeError, match="'pth' not in 'SourceConfig'"):
+        data("prompts.sources.custom.pth=x")
+    with pytest.raises(recipes.RecipeError, match=r"custom\.limit=abc: Value 'abc'.*Integer"):
+        data("prompts.sources.custom.limit=abc")
+    with pytest.raises(recipes.RecipeError, match=r"prompts\.lmit"):
+        data("prompts.lmit=3")

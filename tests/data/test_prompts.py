@@ -49,7 +49,7 @@ def test_every_dropped_row_has_a_reason(tmp_path):
         "content is not only text": 1,
     }
     assert "image" in summary["examples"]["content is not only text"][0]
-    assert "s: 14 read = 2 kept + 2 empty + 1 no question" in describe(summary, tmp_path)
+    assert "s: 14 read = 2 kept + 2 empty + 1 two questions in a row + 1 no question" in describe(summary, tmp_path)
 
 
 def test_the_equation_is_printed_with_every_reason(tmp_path):

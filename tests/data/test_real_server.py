@@ -14,7 +14,9 @@ from deepspec.data.engines import EngineError, Request, TransformersEngine
 from deepspec.data.regenerate import RegenerateConfig, Stamp
 from deepspec.data.servers import ServersEngine
 from deepspec.models.sampling import Sampling
-from tests.data.little_chat import chat_target
+from deepspec.models.target import Target
+from tests.data.little_chat import VOCAB, chat_tokenizer
+from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.slow
 LENGTH = 20
@@ -25,10 +27,11 @@ REQUESTS = [Request(f"p{n}", 0, [{"role": "user", "content": f"Question {n * n}?
 @pytest.fixture(scope="module")
 def target():
     """A tiny target that ends some of its answers, and not others, within LENGTH tokens."""
-    made = chat_target(seed=3, tie_word_embeddings=False)
+    # Of a Qwen3 model the server would expect Qwen3's tokens, and cut its text at those.
+    model = tiny_model("llama", 3, vocab_size=VOCAB, tie_word_embeddings=False)
     with torch.no_grad():
-        made.model.lm_head.weight[1] *= 3.0
-    return made
+        model.lm_head.weight[1] *= 3.0
+    return Target.from_model(model, tokenizer=chat_tokenizer(), name="tiny-chat")
 
 
 @pytest.fixture(scope="module")
