@@ -157,7 +157,7 @@ def _drafter(cfg: TrainConfig, head: FrozenHead, taps: tuple[int, ...], loader: 
         if cfg.train.warm_start:
             warm_start(drafter, resolve(cfg.target), cfg.target.revision)
         return drafter
-    drafter = drafters.load(cfg.train.init_from, head, dtype=torch.float32).train()
+    drafter = drafters.load(cfg.train.init_from, head, taps=taps, dtype=torch.float32).train()
     if drafter.taps != tuple(taps):
         raise TrainConfigError(
             f"train.init_from={cfg.train.init_from} reads taps {list(drafter.taps)}, the data holds {list(taps)}: "
