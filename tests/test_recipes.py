@@ -37,6 +37,25 @@ def test_every_option_composes_with_both_kinds_of_drafter(group, prefix):
         assert train(f"+recipe={recipe}", f"{prefix}{name}").name == recipe
 
 
+PAPER = ["qwen3-4b", "qwen3-8b", "qwen3-14b", "gemma4-12b"]  # the targets of its Table 1
+OTHERS = ["llama3.1-8b", "qwen3-30b-a3b", "smollm2-135m"]
+KINDS = {"dspark": "dspark", "dspark-rnn": "dspark", "dflash": "dflash", "eagle3": "eagle3"}
+STAGES = {"1x24gb": 1, "1x80gb": 1, "8x80gb": 2, "4x8x80gb": 2, "cpu": 0, "auto": 1}
+
+
+@pytest.mark.parametrize("target", [*PAPER, *OTHERS])
+@pytest.mark.parametrize("recipe", KINDS)
+def test_every_cell_composes_with_every_machine_and_size(recipe, target):
+    assert sorted(STAGES) == recipes.names("engine")
+    chosen = [f"+recipe={recipe}", f"target={target}", "train.dry_run=true"]
+    for machine, stage in STAGES.items():
+        cfg = train(*chosen, f"engine={machine}")
+        assert (cfg.drafter.kind, cfg.target.name, cfg.engine.zero) == (KINDS[recipe], target, stage)
+        assert (cfg.train.dry_run, cfg.folder) == (True, f"runs/{target}/drafters/{recipe}")
+    small = train(*chosen, "+size=demo-eagle3" if recipe == "eagle3" else "+size=demo")
+    assert (small.drafter.kind, small.drafter.block_size, small.train.steps) == (KINDS[recipe], 5, 320)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_data_pipeline_composes_with_every_target(target):
     cfg = recipes.load("data", [f"target={target}"], DataPipelineConfig)
@@ -124,4 +143,9 @@ def test_the_recipe_files_are_small_and_not_copies():
 
 def test_online_training_reads_the_responses():
     cfg = train("+recipe=dspark", "data=online", "out=elsewhere")
+    assert (cfg.data.source, cfg.data.path, cfg.data.prompts) == ("online", "elsewhere/responses", None)
+    cfg = train("+recipe=dspark", "data=prompts", "out=elsewhere", "regenerate.temperature=0.7")
     assert (cfg.data.source, cfg.data.path) == ("online", "elsewhere/responses")
+    assert (cfg.data.prompts, cfg.regenerate.temperature) == ("elsewhere/prompts/train.jsonl", 0.7)
+    with pytest.raises(recipes.RecipeError, match=r"data\.prompts=x contradicts data\.source=cache"):
+        train("+recipe=dspark", "data.prompts=x")
