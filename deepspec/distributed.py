@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ def unhurried() -> Iterator[None]:
     if world_size() == 1 or not dist.is_initialized():
         yield
         return
-    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
+    group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
     yield
     dist.barrier(group)
     dist.destroy_process_group(group)
