@@ -33,6 +33,7 @@ __all__ = [
     "WrongTargetError",
     "build",
     "load",
+    "own_layout",
     "read_config",
     "save",
     "update_metadata",
@@ -208,18 +209,25 @@ def _checked(folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def update_metadata(folder: str | Path, **facts: Any) -> None:
-    """Replace fields of the ``deepspec`` object (for instance ``temperatures``) without touching the weights.
-
-    Raises CheckpointError for a folder of another layout, which has no place for them.
-    """
+def own_layout(folder: str | Path) -> dict[str, Any]:
+    """The config.json of a folder of the DeepSpec layout; raises CheckpointError for another one, with the remedy."""
     fields = _stored_config(folder)
     if not imports.native(fields):
         raise CheckpointError(
-            f"{folder} is of another layout, which has no place for {', '.join(facts)}: import it first (python -m "
+            f"{folder} is of another layout, which has no place for this project's fields: import it first (python -m "
             f"deepspec.models.export --drafter {folder} --to deepspec --output FOLDER)"
         )
-    files.write_json(Path(folder) / CONFIG, fields | {"deepspec": _checked(Path(folder), fields)["deepspec"] | facts})
+    return _checked(Path(folder), fields)
+
+
+def update_metadata(folder: str | Path, **facts: Any) -> None:
+    """Replace fields of the ``deepspec`` object (for instance ``temperatures``) without touching the weights.
+
+    Raises CheckpointError as ``own_layout`` does.
+    """
+    fields = own_layout(folder)
+    fields["deepspec"] |= facts
+    files.write_json(Path(folder) / CONFIG, fields)
 
 
 def load(
