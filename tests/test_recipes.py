@@ -11,6 +11,10 @@ from deepspec.data.config import DataPipelineConfig
 from deepspec.train.config import TrainConfig
 
 TARGETS = [name for name in recipes.names("target") if name != "custom"]
+PAPER = ["qwen3-4b", "qwen3-8b", "qwen3-14b", "gemma4-12b"]  # the targets of its Table 1
+OTHERS = ["llama3.1-8b", "qwen3-30b-a3b", "smollm2-135m"]
+KINDS = {"dspark": "dspark", "dspark-rnn": "dspark", "dflash": "dflash", "eagle3": "eagle3"}
+STAGES = {"1x24gb": 1, "1x80gb": 1, "8x80gb": 2, "4x8x80gb": 2, "cpu": 0, "auto": 1}
 
 
 def train(*overrides: str) -> TrainConfig:
@@ -25,6 +29,7 @@ def test_every_recipe_composes_with_every_target(recipe):
         assert cfg.out == f"runs/{target}"
         assert cfg.data.path == f"runs/{target}/cache"
         assert cfg.folder == f"runs/{target}/drafters/{recipe}"
+        assert cfg.drafter.kind == KINDS[recipe]
 
 
 @pytest.mark.parametrize(
@@ -37,12 +42,7 @@ def test_every_option_composes_with_both_kinds_of_drafter(group, prefix):
         assert train(f"+recipe={recipe}", f"{prefix}{name}").name == recipe
 
 
-PAPER = ["qwen3-4b", "qwen3-8b", "qwen3-14b", "gemma4-12b"]  # the targets of its Table 1
-OTHERS = ["llama3.1-8b", "qwen3-30b-a3b", "smollm2-135m"]
-KINDS = {"dspark": "dspark", "dspark-rnn": "dspark", "dflash": "dflash", "eagle3": "eagle3"}
-STAGES = {"1x24gb": 1, "1x80gb": 1, "8x80gb": 2, "4x8x80gb": 2, "cpu": 0, "auto": 1}
-
-
+@pytest.mark.slow  # 196 compositions; the groups alone are composed above
 @pytest.mark.parametrize("target", [*PAPER, *OTHERS])
 @pytest.mark.parametrize("recipe", KINDS)
 def test_every_cell_composes_with_every_machine_and_size(recipe, target):
