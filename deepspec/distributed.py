@@ -1,6 +1,10 @@
 """Rank, world size and reductions that are no-ops in one process; the device of this rank. Knows torch only."""
 
+import contextlib
+import datetime
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +34,21 @@ def barrier() -> None:
     """Wait for every rank; a no-op in one process."""
     if dist.is_initialized():
         dist.barrier()
+
+
+@contextlib.contextmanager
+def unhurried() -> Iterator[None]:
+    """No rank leaves before all have finished the body, however long that takes; a no-op in one process.
+
+    The process group's own timeout is for steps of a known length. A rank that dies still ends the wait.
+    """
+    if world_size() == 1 or not dist.is_initialized():
+        yield
+        return
+    group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
+    yield
+    dist.barrier(group)
+    dist.destroy_process_group(group)
 
 
 def sum_across_ranks(values: torch.Tensor) -> torch.Tensor:

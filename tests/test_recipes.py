@@ -11,6 +11,10 @@ from deepspec.data.config import DataPipelineConfig
 from deepspec.train.config import TrainConfig
 
 TARGETS = [name for name in recipes.names("target") if name != "custom"]
+PAPER = ["qwen3-4b", "qwen3-8b", "qwen3-14b", "gemma4-12b"]  # the targets of its Table 1
+OTHERS = ["llama3.1-8b", "qwen3-30b-a3b", "smollm2-135m"]
+KINDS = {"dspark": "dspark", "dspark-rnn": "dspark", "dflash": "dflash", "eagle3": "eagle3"}
+STAGES = {"1x24gb": 1, "1x80gb": 1, "8x80gb": 2, "4x8x80gb": 2, "cpu": 0, "auto": 1}
 
 
 def train(*overrides: str) -> TrainConfig:
@@ -25,6 +29,7 @@ def test_every_recipe_composes_with_every_target(recipe):
         assert cfg.out == f"runs/{target}"
         assert cfg.data.path == f"runs/{target}/cache"
         assert cfg.folder == f"runs/{target}/drafters/{recipe}"
+        assert cfg.drafter.kind == KINDS[recipe]
 
 
 @pytest.mark.parametrize(
@@ -35,6 +40,20 @@ def test_every_option_composes_with_both_kinds_of_drafter(group, prefix):
         if name.startswith("demo") and (name == "demo-eagle3") != (recipe == "eagle3"):
             continue
         assert train(f"+recipe={recipe}", f"{prefix}{name}").name == recipe
+
+
+@pytest.mark.slow  # 196 compositions; the groups alone are composed above
+@pytest.mark.parametrize("target", [*PAPER, *OTHERS])
+@pytest.mark.parametrize("recipe", KINDS)
+def test_every_cell_composes_with_every_machine_and_size(recipe, target):
+    assert sorted(STAGES) == recipes.names("engine")
+    chosen = [f"+recipe={recipe}", f"target={target}", "train.dry_run=true"]
+    for machine, stage in STAGES.items():
+        cfg = train(*chosen, f"engine={machine}")
+        assert (cfg.drafter.kind, cfg.target.name, cfg.engine.zero) == (KINDS[recipe], target, stage)
+        assert (cfg.train.dry_run, cfg.folder) == (True, f"runs/{target}/drafters/{recipe}")
+    small = train(*chosen, "+size=demo-eagle3" if recipe == "eagle3" else "+size=demo")
+    assert (small.drafter.kind, small.drafter.draft_vocab_size) == (KINDS[recipe], 4096)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -124,7 +143,12 @@ def test_the_recipe_files_are_small_and_not_copies():
 
 def test_online_training_reads_the_responses():
     cfg = train("+recipe=dspark", "data=online", "out=elsewhere")
+    assert (cfg.data.source, cfg.data.path, cfg.data.prompts) == ("online", "elsewhere/responses", None)
+    cfg = train("+recipe=dspark", "data=prompts", "out=elsewhere", "regenerate.temperature=0.7")
     assert (cfg.data.source, cfg.data.path) == ("online", "elsewhere/responses")
+    assert (cfg.data.prompts, cfg.regenerate.temperature) == ("elsewhere/prompts/train.jsonl", 0.7)
+    with pytest.raises(recipes.RecipeError, match=r"data\.prompts=x contradicts data\.source=cache"):
+        train("+recipe=dspark", "data.prompts=x")
 
 
 def test_dictionaries_take_new_keys_and_everything_else_is_checked():

@@ -5,7 +5,6 @@ import shlex
 
 from deepspec import recipes
 from deepspec.data.config import DataPipelineConfig
-from deepspec.distributed import rank, world_size
 
 
 def _load(overrides: list[str]) -> DataPipelineConfig:
@@ -27,27 +26,10 @@ def prompts(overrides: list[str]) -> str:
 
 def regenerate(overrides: list[str]) -> str:
     """Answer the training prompts."""
-    from deepspec.data.prompts import read_prompts
-    from deepspec.data.regenerate import regenerate as run
-    from deepspec.data.setup import engine_maker, stamp_of
+    from deepspec.data.setup import answer_prompts
 
     config = _load(overrides)
-    found = read_prompts(config.prompts_dir / "train.jsonl")
-    stamp = stamp_of(config)
-    if rank() == 0:
-        print(f"{stamp.target}: thinking {'on' if stamp.thinking else 'off'}, sampling {stamp.sampling}")
-    account = run(
-        found,
-        config.responses_dir,
-        stamp,
-        engine_maker(config, stamp),
-        config.regenerate,
-        rank=rank(),
-        world=world_size(),
-    )
-    print(f"{config.responses_dir}: {account}")
-    if account.failed:
-        print(f"reasons are in {config.responses_dir}/failures*.jsonl; running again tries them again")
+    answer_prompts(config.prompts_dir / "train.jsonl", config.responses_dir, config.target, config.regenerate)
     return _command("cache", overrides)
 
 

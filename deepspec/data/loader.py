@@ -25,7 +25,8 @@ class DataConfig:
     """What training reads.
 
     ``source`` "cache" reads the target cache in ``path``; "online" reads the responses in ``path`` and runs the frozen
-    target in the training process. ``global_batch`` counts sequences over all ranks; ``micro_tokens`` bounds the padded
+    target in the training process, which first answers the prompts in the file ``prompts``, if given, that have no
+    answer in ``path`` yet. ``global_batch`` counts sequences over all ranks; ``micro_tokens`` bounds the padded
     tokens of one forward of one rank. ``heldout`` is the share of samples, chosen by a hash of their id, that is kept
     for the held-out loss (at most ``heldout_max`` of them are used). ``prefetch`` is the number of global steps read
     ahead.
@@ -33,6 +34,7 @@ class DataConfig:
 
     source: str = "cache"
     path: str = "cache"
+    prompts: str | None = None
     max_length: int = 4096
     anchors: int = 512
     pack_tokens: int | None = None
@@ -48,6 +50,8 @@ class DataConfig:
         """Raise ValueError for values that cannot work, naming both when two contradict."""
         if self.source not in ("cache", "online"):
             raise ValueError(f"data.source is {self.source!r}: give 'cache' or 'online'")
+        if self.prompts is not None and self.source != "online":
+            raise ValueError(f"data.prompts={self.prompts} contradicts data.source={self.source}: give data=prompts")
         for name in ("max_length", "anchors", "global_batch", "micro_tokens", "prefetch", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name} is {getattr(self, name)}: give at least 1")

@@ -1,34 +1,35 @@
-"""From the recipe to an engine and the stamp of its answers. Knows where a model's generation defaults are."""
+"""From options to an engine, its stamp and the answers. Knows where a model's generation defaults are."""
 
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from deepspec.data.config import DataPipelineConfig
 from deepspec.data.engines import Engine, TransformersEngine, sampling_from
-from deepspec.data.regenerate import Stamp
+from deepspec.data.prompts import read_prompts
+from deepspec.data.regenerate import Account, RegenerateConfig, Stamp, regenerate
+from deepspec.distributed import is_main, rank, world_size
 from deepspec.models.sampling import Sampling
-from deepspec.models.target import Target, resolve
+from deepspec.models.target import Target, TargetConfig, resolve
 
 # Generation settings of a model that the in-process engine has no place for: servers get them under their own names.
 SERVER_ONLY = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-def generation_defaults(config: DataPipelineConfig) -> dict[str, Any]:
+def generation_defaults(target: TargetConfig) -> dict[str, Any]:
     """What the target's generation_config sets, {} when it has none."""
     from transformers import GenerationConfig
 
     try:
-        found = GenerationConfig.from_pretrained(resolve(config.target), revision=config.target.revision or "main")
+        found = GenerationConfig.from_pretrained(resolve(target), revision=target.revision or "main")
     except OSError:
         return {}
     return {key: value for key, value in found.to_diff_dict().items() if value is not None}
 
 
-def stamp_of(config: DataPipelineConfig) -> Stamp:
-    """How the answers of this configuration are made."""
-    given = config.regenerate
-    defaults = generation_defaults(config)
+def stamp_of(target: TargetConfig, given: RegenerateConfig) -> Stamp:
+    """How the answers of this target are made."""
+    defaults = generation_defaults(target)
     sampling: dict[str, Any] = asdict(
         sampling_from(defaults, {name: getattr(given, name) for name in ("temperature", "top_k", "top_p", "min_p")})
     )
@@ -37,14 +38,15 @@ def stamp_of(config: DataPipelineConfig) -> Stamp:
     if given.engine == "openai":
         sampling |= penalties
         extra = {"chat_template_kwargs": dict(given.chat_template_kwargs), "extra_body": dict(given.extra_body)}
-    elif penalties:
+    elif penalties and is_main():
         print(f"note: {penalties} of the model's generation_config are not applied by the transformers engine")
-    return Stamp(config.target.name, config.target.thinking, given.max_new_tokens, given.seed, sampling, extra)
+    return Stamp(target.name, target.thinking, given.max_new_tokens, given.seed, sampling, extra)
 
 
-def engine_maker(config: DataPipelineConfig, stamp: Stamp) -> Callable[[], Engine]:
-    """Makes the engine when it is needed: loading a target is expensive."""
-    given = config.regenerate
+def engine_maker(
+    target: TargetConfig, given: RegenerateConfig, stamp: Stamp, loaded: Target | None = None
+) -> Callable[[], Engine]:
+    """Makes the engine when it is needed: loading a target is expensive. ``loaded`` is one that is there already."""
 
     def make() -> Engine:
         if given.engine == "openai":
@@ -53,12 +55,30 @@ def engine_maker(config: DataPipelineConfig, stamp: Stamp) -> Callable[[], Engin
             return ServersEngine(given, stamp)
         names = ("temperature", "top_k", "top_p", "min_p")
         return TransformersEngine(
-            Target.load(config.target),
+            loaded or Target.load(target),
             sampling=Sampling(**{name: stamp.sampling[name] for name in names}),
             max_new_tokens=given.max_new_tokens,
             batch_size=given.batch_size,
             seed=given.seed,
-            thinking=config.target.thinking,
+            thinking=target.thinking,
         )
 
     return make
+
+
+def answer_prompts(
+    file: Path, folder: Path, target: TargetConfig, given: RegenerateConfig, loaded: Target | None = None
+) -> Account:
+    """Answer this rank's prompts of ``file`` that have no answer in the responses ``folder`` yet, and say so.
+
+    Raises SourceError without the file, and as ``regenerate`` does.
+    """
+    prompts, stamp = read_prompts(file), stamp_of(target, given)
+    if is_main():
+        print(f"{stamp.target}: thinking {'on' if stamp.thinking else 'off'}, sampling {stamp.sampling}")
+    make_engine = engine_maker(target, given, stamp, loaded)
+    account = regenerate(prompts, folder, stamp, make_engine, given, rank=rank(), world=world_size())
+    print(f"{folder}: {account}")
+    if account.failed:
+        print(f"reasons are in {folder}/failures*.jsonl; running again tries them again")
+    return account

@@ -55,7 +55,7 @@ class distributed_job:
 
 def evaluate(options: argparse.Namespace, command: str) -> int:
     """The whole evaluation."""
-    drafters = choose.candidates(options.drafter) if options.drafter or not options.baselines else []
+    drafters = choose.candidates(options.drafter, taps=options.taps) if options.drafter or not options.baselines else []
     cfg = choose.target_config(options.target, drafters, options.dtype, options.thinking)
     loaded = suites.load(
         options.suite,
@@ -173,7 +173,7 @@ def decode_all(
 ) -> dict[str, dict[str, list[Record]]]:
     """Records by variant id. The first variant's answers are the history of later turns, for every variant alike."""
     decoded: dict[str, dict[str, list[Record]]] = {}
-    for variant, drafter in load_each(variants, drafters, session.target):
+    for variant, drafter in load_each(variants, session.target, options.taps):
         reused = len(session.existing(variant, plan.asks))
         if reused:
             say(f"{variant.id}: {reused} answers are already in {session.output}")
@@ -186,9 +186,7 @@ def decode_all(
     return decoded
 
 
-def load_each(
-    variants: Sequence[Variant], drafters: Sequence[Candidate], target: Target
-) -> Iterator[tuple[Variant, Any]]:
+def load_each(variants: Sequence[Variant], target: Target, taps: Sequence[int] | None) -> Iterator[tuple[Variant, Any]]:
     """Each variant with its drafter; one drafter is in memory at a time."""
     held: tuple[str, Any] = ("", None)
     for variant in variants:
@@ -201,7 +199,7 @@ def load_each(
             if held[0] != folder:
                 held = (folder, None)  # drop the previous one first
                 # the head alone skips the fingerprint check, which check_fit has done
-                held = (folder, checkpoints.load(folder, FrozenHead.of(target)))
+                held = (folder, checkpoints.load(folder, FrozenHead.of(target), taps=taps))
             yield variant, held[1]
 
 
@@ -322,7 +320,7 @@ def next_step(results: dict[str, Any], options: argparse.Namespace, output: Path
     folders = [item["drafter"]["folder"] for item in shown if item["drafter"]]
     if not folders:
         return "the same command with --drafter FOLDER compares a trained drafter with the baseline"
-    return f"python -m deepspec.models.export {folders[0]} --to vllm"
+    return f"python -m deepspec.models.export --drafter {folders[0]} --to vllm"
 
 
 if __name__ == "__main__":

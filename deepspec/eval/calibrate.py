@@ -81,6 +81,7 @@ def collect(options: argparse.Namespace) -> tuple[Rounds, Path]:
     from deepspec.models.target import Target
 
     candidate = choose.candidates([options.drafter] if options.drafter else [])[0]
+    checkpoints.own_layout(candidate.folder)  # the temperatures go there: say it before decoding for hours
     if not candidate.confidence and not options.max_probability:
         raise CalibrateError(
             f"{candidate.folder} has no confidence head: pass --max-probability to use its largest probabilities"

@@ -75,14 +75,17 @@ class Candidate:
         return digest.hexdigest()
 
 
-def candidates(paths: Sequence[str], root: Path = Path("runs")) -> list[Candidate]:
-    """The drafters asked for, or the newest finished one under ``root``. Raises ChooseError."""
+def candidates(paths: Sequence[str], root: Path = Path("runs"), taps: Sequence[int] | None = None) -> list[Candidate]:
+    """The drafters asked for, or the newest finished one under ``root``; ``taps`` as in drafter.load.
+
+    Raises ChooseError, and CheckpointError for a folder that is no drafter.
+    """
     folders = [checkpoint_folder(path) for path in paths] or [newest_drafter(root)]
     found: list[Candidate] = []
     for folder in folders:
         label = folder.parent.name if folder.name in CHECKPOINTS or folder.name.startswith("step-") else folder.name
         taken = sum(item.label == label or item.label.startswith(f"{label}-") for item in found)
-        config = read_config(folder)
+        config = read_config(folder, taps=taps)
         found.append(Candidate(f"{label}-{taken + 1}" if taken else label, folder, config))
     return found
 

@@ -64,8 +64,11 @@ def _models(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar="FOLDER",
-        help="checkpoints, run folders (best, else last, is taken) or hub ids; several are compared on the same "
-        "prompts (default: the newest under runs/*/drafters/)",
+        help="checkpoints of any layout in docs/serving.md, run folders (best, else last, is taken) or hub ids; "
+        "several are compared on the same prompts (default: the newest under runs/*/drafters/)",
+    )
+    group.add_argument(
+        "--taps", type=int, nargs="+", metavar="K", help="zero-based layers of a published EAGLE-3 drafter"
     )
     group.add_argument(
         "--target", metavar="NAME", help="recipe name, folder or hub id (default: the one the drafter records)"

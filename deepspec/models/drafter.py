@@ -1,7 +1,7 @@
 """Build, save and load drafters in the layout of the published DeepSpec checkpoints, with checks against the target.
 
 A folder holds config.json and model.safetensors under the published tensor names; what those formats do not say is in
-config.json's ``deepspec`` object. Knows no training and no serving engine.
+config.json's ``deepspec`` object. Folders of other layouts are loaded through export.imports. Knows no training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,13 @@ from transformers import AutoConfig, PretrainedConfig
 from deepspec import files
 from deepspec.models import families
 from deepspec.models.block_drafter import BlockDrafter
-from deepspec.models.draft_config import ARCHITECTURES, draft_config, read_options
+from deepspec.models.draft_config import draft_config, read_options
 from deepspec.models.drafter_base import TrainedDrafter
 from deepspec.models.drafter_config import DrafterConfig, DrafterConfigError
 from deepspec.models.eagle3 import Eagle3Drafter
+from deepspec.models.export import checkpoint as folders
+from deepspec.models.export import imports
+from deepspec.models.export.checkpoint import CONFIG, EMBED, HEAD, WEIGHTS, Checkpoint, ExportError
 from deepspec.models.frozen_head import FrozenHead
 from deepspec.models.target import Target
 
@@ -30,16 +33,15 @@ __all__ = [
     "WrongTargetError",
     "build",
     "load",
+    "own_layout",
     "read_config",
     "save",
     "update_metadata",
 ]
 
 FORMAT_VERSION = 1
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # Modules that only group tensors in the program; the files name their tensors without them.
 _GROUPS = ("backbone.", "vocabulary.")
-_EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class CheckpointError(ValueError):
@@ -142,9 +144,9 @@ def _tensors(
 ) -> dict[str, Tensor]:
     found = {published_name(name): tensor for name, tensor in state.items()}
     if include_head:
-        found.setdefault(_EMBED, drafter.head.embed_VD)
+        found.setdefault(EMBED, drafter.head.embed_VD)
     if include_head or drafter.draft_ids_V is not None:
-        found[_HEAD] = drafter.vocabulary.head(drafter.head).head_VD
+        found[HEAD] = drafter.vocabulary.head(drafter.head).head_VD
     return {
         # copies, as safetensors refuses tensors that share memory (a tied embedding and head)
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True).contiguous()
@@ -166,25 +168,33 @@ def _config_fields(drafter: TrainedDrafter, dtype: torch.dtype) -> dict[str, Any
     return fields
 
 
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """A drafter folder's config.json; its ``deepspec`` object is {} in checkpoints of others.
+def read_config(folder: str | Path, *, taps: Sequence[int] | None = None) -> dict[str, Any]:
+    """A drafter folder's config.json in the DeepSpec layout; its ``deepspec`` object is {} in checkpoints of others.
 
-    Raises CheckpointError for a folder without one, an architecture that is not a drafter of this layout, a newer
-    format, and AnchorLayoutError for another block layout.
+    Another layout is converted, ``taps`` as in ``load``. Raises CheckpointError for a folder without one, a layout that
+    is not known here, a newer format, and AnchorLayoutError for another block layout.
     """
-    path = Path(folder) / CONFIG
-    if not path.is_file():
-        raise CheckpointError(
-            f"{path} does not exist: {folder} is not a drafter checkpoint (training writes last, best)"
-        )
-    fields = files.read_json(path)
-    metadata = fields.setdefault("deepspec", {})
-    architecture = (fields.get("architectures") or [None])[0]
-    if architecture not in ARCHITECTURES.values():
-        raise CheckpointError(
-            f"{path}: architectures {fields.get('architectures')} is none of {', '.join(ARCHITECTURES.values())}: "
-            "convert the checkpoint to the DeepSpec layout first"
-        )
+    fields = _stored_config(folder)
+    return _checked(Path(folder), fields if imports.native(fields) else _read(folder, taps).config)
+
+
+def _stored_config(folder: str | Path) -> dict[str, Any]:
+    try:
+        return folders.read_config(folder)
+    except ExportError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _read(folder: str | Path, taps: Sequence[int] | None) -> Checkpoint:
+    try:
+        return imports.read(folder, taps=taps)
+    except ExportError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _checked(folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a DeepSpec config.json, with a ``deepspec`` object."""
+    path, metadata = folder / CONFIG, fields.setdefault("deepspec", {})
     if metadata.get("format_version", FORMAT_VERSION) > FORMAT_VERSION:
         raise CheckpointError(
             f"{path}: deepspec.format_version {metadata['format_version']} is newer than {FORMAT_VERSION}: "
@@ -199,9 +209,23 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return fields
 
 
+def own_layout(folder: str | Path) -> dict[str, Any]:
+    """The config.json of a folder of the DeepSpec layout; raises CheckpointError for another one, with the remedy."""
+    fields = _stored_config(folder)
+    if not imports.native(fields):
+        raise CheckpointError(
+            f"{folder} is of another layout, which has no place for this project's fields: import it first (python -m "
+            f"deepspec.models.export --drafter {folder} --to deepspec --output FOLDER)"
+        )
+    return _checked(Path(folder), fields)
+
+
 def update_metadata(folder: str | Path, **facts: Any) -> None:
-    """Replace fields of the ``deepspec`` object (for instance ``temperatures``) without touching the weights."""
-    fields = read_config(folder)
+    """Replace fields of the ``deepspec`` object (for instance ``temperatures``) without touching the weights.
+
+    Raises CheckpointError as ``own_layout`` does.
+    """
+    fields = own_layout(folder)
     fields["deepspec"] |= facts
     files.write_json(Path(folder) / CONFIG, fields)
 
@@ -210,18 +234,20 @@ def load(
     folder: str | Path,
     head: FrozenHead | Target | None = None,
     *,
+    taps: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> BlockDrafter | Eagle3Drafter:
-    """The drafter of a folder, in evaluation mode.
+    """The drafter of a folder of any layout that ``export.imports`` reads, in evaluation mode.
 
     ``head`` is the target, or its embedding and head; with the target its fingerprint is checked too. None takes both
-    from the folder, which must then contain them. ``dtype`` and ``device`` default to those of ``head``, else to
-    float32 on the CPU. Raises CheckpointError and its kinds, each before any weight is copied.
+    from the folder, which must then contain them. ``taps`` (zero-based layers) are for published EAGLE-3 files, which
+    do not say them. ``dtype`` and ``device`` default to those of ``head``, else to float32 on the CPU. Raises
+    CheckpointError and its kinds, each before any weight is copied.
     """
-    fields = read_config(folder)
+    path, source = Path(folder), _read(folder, taps)
+    fields, tensors = _checked(path, dict(source.config)), source.tensors
     metadata: dict[str, Any] = fields.pop("deepspec")
-    path = Path(folder)
     try:
         config = type(AutoConfig.for_model(fields["model_type"])).from_dict(fields)
         cfg = read_options(config, metadata)
@@ -230,10 +256,9 @@ def load(
     if isinstance(head, Target):
         _check_target(path, config, metadata, head)
         head = FrozenHead.of(head)
-    tensors = _read_tensors(path)
     if head is None:
         head = _own_head(path, config, tensors)
-    _check_head(path, config, cfg, head, tensors)
+    _check_head(path, config, cfg, head, source)
     draft_ids = None
     if cfg.draft_vocab_size is not None:
         if "d2t" not in tensors:
@@ -266,51 +291,37 @@ def _check_target(path: Path, config: PretrainedConfig, metadata: Mapping[str, A
         )
 
 
-def _check_head(
-    path: Path, config: PretrainedConfig, cfg: DrafterConfig, head: FrozenHead, tensors: Mapping[str, Tensor]
-) -> None:
+def _check_head(path: Path, config: PretrainedConfig, cfg: DrafterConfig, head: FrozenHead, source: Checkpoint) -> None:
     for name, theirs, ours in (
         ("hidden_size", config.hidden_size, head.hidden_size),
         ("vocab_size", config.vocab_size, head.vocab_size),
     ):
         if theirs != ours:
             raise WrongTargetError(f"{path / CONFIG}: {name} is {theirs}, the target's head has {ours}")
-    stored = tensors.get(_EMBED)
+    if not imports.native(folders.read_config(path)):  # others train the embedding or the head with the drafter
+        if (problem := imports.head_error(source, head)) is not None:
+            raise WrongTargetError(f"{path / WEIGHTS}: {problem}")
+        return
+    stored = source.tensors.get(EMBED)
     if stored is None or cfg.own_embedding or stored.shape != head.embed_VD.shape:
         return
     rows = torch.arange(0, head.vocab_size, max(1, head.vocab_size // 64))
     mine, theirs = head.embed_VD[rows.to(head.device)].float().cpu(), stored[rows].float()
     if float((mine - theirs).norm()) > 0.02 * float(theirs.norm()):
         raise WrongTargetError(
-            f"{path / WEIGHTS}: {_EMBED} is not the embedding of the target given: this drafter belongs to another"
+            f"{path / WEIGHTS}: {EMBED} is not the embedding of the target given: this drafter belongs to another"
         )
 
 
 def _own_head(path: Path, config: PretrainedConfig, tensors: Mapping[str, Tensor]) -> FrozenHead:
-    missing = [name for name in (_EMBED, _HEAD) if name not in tensors]
-    if missing or len(tensors[_HEAD]) != len(tensors[_EMBED]):
+    missing = [name for name in (EMBED, HEAD) if name not in tensors]
+    if missing or len(tensors[HEAD]) != len(tensors[EMBED]):
         raise CheckpointError(
             f"{path / WEIGHTS} does not hold the whole embedding and head ({', '.join(missing) or 'reduced head'}): "
             "pass the target"
         )
     scale, cap = families.embed_scale(config), families.softcap(config)
-    return FrozenHead(tensors[_EMBED].float(), tensors[_HEAD].float(), embed_scale=scale, softcap=cap)
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    shards = sorted(path.glob("*.safetensors"))
-    if not shards:
-        raise CheckpointError(f"{path} holds no .safetensors file: the checkpoint is incomplete")
-    tensors: dict[str, Tensor] = {}
-    for shard in shards:
-        try:
-            tensors |= load_file(shard)
-        except SafetensorError as error:
-            raise CheckpointError(f"{shard} is damaged ({error}): copy or train it again") from error
-    return tensors
+    return FrozenHead(tensors[EMBED].float(), tensors[HEAD].float(), embed_scale=scale, softcap=cap)
 
 
 def _fill(path: Path, drafter: TrainedDrafter, tensors: Mapping[str, Tensor]) -> None:
@@ -321,7 +332,7 @@ def _fill(path: Path, drafter: TrainedDrafter, tensors: Mapping[str, Tensor]) ->
     missing = [new for new in names.values() if new not in tensors and new.split(".")[-1] not in optional]
     if missing:
         raise CheckpointError(f"{path / WEIGHTS} lacks {', '.join(sorted(missing))}: it does not match {CONFIG}")
-    ours = {*names.values(), _EMBED, _HEAD, "d2t", "t2d"}
+    ours = {*names.values(), EMBED, HEAD, "d2t", "t2d"}
     unknown = sorted(name for name in tensors if name not in ours and not name.startswith("rotary_emb."))
     if unknown:
         raise CheckpointError(

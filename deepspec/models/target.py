@@ -24,6 +24,8 @@ from deepspec.models.kv_cache import KVCache
 from deepspec.models.ragged import ATTENTION, RaggedCache, RaggedPlan
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+# transformers makes an empty tokenizer up where a folder has none of these.
+_TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "tekken.json")
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 
 
@@ -75,6 +77,20 @@ def gguf_file(folder: str) -> str | None:
     return min((file.name for file in path.glob("*.gguf")), default=None)
 
 
+def load_tokenizer(path: str, revision: str | None = None) -> Any:
+    """The tokenizer of a hub id or folder (of a GGUF file too). Raises TargetError where there is none."""
+    from transformers import AutoTokenizer
+
+    folder, gguf = Path(path), gguf_file(path)
+    if folder.is_dir() and gguf is None and not any(any(folder.glob(name)) for name in _TOKENIZER_FILES):
+        raise TargetError(f"{path} holds no tokenizer (tokenizer.json): copy it from where the weights came from")
+    try:
+        return AutoTokenizer.from_pretrained(path, revision=revision, **({"gguf_file": gguf} if gguf else {}))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise TargetError(f"the tokenizer of {path} cannot be read: {reason}") from error
+
+
 @dataclass
 class TargetStates:
     """One forward: concatenated taps (None if not asked for) and last states after the final norm. Padding is zero."""
@@ -93,12 +109,13 @@ class Target:
         *,
         name: str,
         path: str | None = None,
+        revision: str | None = None,
         tokenizer: Any = None,
         taps: Sequence[int] | None = None,
     ) -> None:
         full_config: Any = model.config
         self.model: Any = model.eval().requires_grad_(False)
-        self.name, self.path = name, path
+        self.name, self.path, self._revision = name, path, revision
         self.family = families.family_of(full_config)
         self.config: Any = families.text_config(full_config)
         self.num_layers, self.hidden_size = self.config.num_hidden_layers, self.config.hidden_size
@@ -133,7 +150,7 @@ class Target:
             source["gguf_file"] = gguf
         families.family_of(AutoConfig.from_pretrained(path, **source))  # refuse before the weights are read
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=pick_dtype(cfg.dtype, place), **source)
-        target = cls(model.to(place), name=cfg.name, path=path, taps=cfg.taps)
+        target = cls(model.to(place), name=cfg.name, path=path, revision=cfg.revision, taps=cfg.taps)
         target.prove_norm_stage()
         return target
 
@@ -184,10 +201,7 @@ class Target:
         if self._tokenizer is None:
             if self.path is None:
                 raise TargetError(f"target {self.name} was made from a model in memory: pass tokenizer= to from_model")
-            from transformers import AutoTokenizer
-
-            gguf = gguf_file(self.path)
-            self._tokenizer = AutoTokenizer.from_pretrained(self.path, **({"gguf_file": gguf} if gguf else {}))
+            self._tokenizer = load_tokenizer(self.path, self._revision)
         return self._tokenizer
 
     @property

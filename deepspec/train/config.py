@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from deepspec.data.loader import DataConfig
+from deepspec.data.regenerate import RegenerateConfig
 from deepspec.models.drafter_config import DrafterConfig
 from deepspec.models.target import TargetConfig
 from deepspec.train.objectives import LossWeights
@@ -62,14 +63,14 @@ class RunConfig:
     steps              length of the run; None: ``epochs`` passes over the training samples
     stop_after         leave after this many steps of the schedule, as if interrupted; a later run continues
     resume             continue from ``last`` when there is one; false refuses to touch an existing run
-    init_from          a drafter checkpoint whose weights the run starts from
+    init_from          a drafter folder of any layout in docs/serving.md, whose weights the run starts from
     warm_start         start the draft layers from the target's own layers after the deepest tap
     keep               how many step-N checkpoints are kept
     early_stop         end after this many evaluations in a row without a better expected τ; 0: never
     decode_every       steps between real decodings of ``decode_prompts`` held-out prompts (needs the whole target)
     decode_bound       largest |decoded τ − expected τ| / expected τ that raises no warning
     max_skips          consecutive steps with a non-finite loss or gradient before the run aborts
-    dry_run            check everything, run one real step, write nothing
+    dry_run            check everything, run one real step, write no checkpoint
     """
 
     lr: float = 6e-4
@@ -159,12 +160,14 @@ class TrackingConfig:
 class TrainConfig:
     """One training run: target, drafter, data, loss, optimizer, engine; ``name`` is the drafter's name.
 
-    Checkpoints go to ``<out>/drafters/<name>/{last,best,step-N}``.
+    ``regenerate`` is how the target answers ``data.prompts``. Checkpoints go to
+    ``<out>/drafters/<name>/{last,best,step-N}``.
     """
 
     target: TargetConfig
     drafter: DrafterConfig  # no default instance: it would carry values derived for another kind into a recipe
     data: DataConfig = field(default_factory=DataConfig)
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     loss: LossWeights = field(default_factory=LossWeights)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: RunConfig = field(default_factory=RunConfig)

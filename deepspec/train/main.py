@@ -15,7 +15,7 @@ from deepspec import distributed, recipes
 USAGE = """usage: torchrun [--nproc-per-node N] deepspec/train/main.py +recipe=NAME [group=NAME] [key=value] …
   +recipe=   {recipe}
   target=    {target}, a hub id or a folder
-  data=      cache | online
+  data=      cache | online | prompts
   engine=    {engine}
   optim=     {optim}      tracking=  {tracking}      +size=  {size}
   any option by its path: train.lr=3e-4 data.global_batch=256 drafter.layers=3 train.dry_run=true
@@ -73,6 +73,9 @@ def _run(arguments: list[str]) -> int:
     except Interrupted as stop:
         say(f"{stop}: saved in {cfg.folder}/last; the same command goes on from there:\n  {_command(arguments)}")
         return 128 + stop.number
+    except KeyboardInterrupt:
+        say(f"\nstopped before the first step; the same command goes on from there:\n  {_command(arguments)}")
+        return 130
     except NonFiniteError as error:
         say(f"error: {error}")
         return 1

@@ -82,19 +82,20 @@ def table(run: Prepared, plan: Plan, ranks: int) -> str:
     """The recipe's values by group, then what follows from them and the data."""
     cfg, loader, device = run.cfg, run.loader, run.device
     lines = [f"{cfg.name} for {cfg.target.name} ({cfg.target.path}) → {cfg.folder}"]
-    for group in ("drafter", "data", "loss", "optim", "train", "engine"):
+    answers = () if cfg.data.prompts is None else ("regenerate",)
+    for group in ("drafter", "data", *answers, "loss", "optim", "train", "engine"):
         values = dataclasses.asdict(getattr(cfg, group))
         shown = [f"{key}={_short(value)}" for key, value in values.items() if value is not None]
         lines += textwrap.wrap(
-            "  ".join(shown), 118, initial_indent=f"  {group:<9}", subsequent_indent=" " * 11, break_on_hyphens=False
+            "  ".join(shown), 118, initial_indent=f"  {group:<11}", subsequent_indent=" " * 13, break_on_hyphens=False
         )
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     lines += [
-        f"  drafts   taps {list(run.taps)}, mask token {getattr(run.drafter.hf_config, 'mask_token_id', None)}; "
+        f"  drafts     taps {list(run.taps)}, mask token {getattr(run.drafter.hf_config, 'mask_token_id', None)}; "
         f"{plan.parameters / 1e6:.1f} M trained and {plan.frozen / 1e6:.1f} M frozen parameters",
-        f"  steps    {plan.steps} ({loader.steps_per_epoch} an epoch) of {plan.tokens_per_step:,.0f} tokens; "
+        f"  steps      {plan.steps} ({loader.steps_per_epoch} an epoch) of {plan.tokens_per_step:,.0f} tokens; "
         f"{len(loader.training_rows)} training and {len(loader.heldout_rows)} held-out samples",
-        f"  on       {ranks} × {where}, {str(run.dtype).removeprefix('torch.')}; estimated "
+        f"  on         {ranks} × {where}, {str(run.dtype).removeprefix('torch.')}; estimated "
         f"{human_bytes(plan.memory)} a rank, {plan.flops_per_step / 1e12:.2f} TFLOP a step{_hours(plan, where, ranks)}",
     ]
     return "\n".join(lines)

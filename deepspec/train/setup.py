@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,17 +13,19 @@ from deepspec.data.cache import CacheMissingError
 from deepspec.data.cache_reader import CacheReader
 from deepspec.data.estimate import MEAN_SUPERVISED
 from deepspec.data.loader import Loader, Source
+from deepspec.data.sources import SourceError
 from deepspec.models import drafter as drafters
 from deepspec.models import families
 from deepspec.models.draft_vocabulary import most_frequent
 from deepspec.models.drafter_base import TrainedDrafter
 from deepspec.models.frozen_head import FrozenHead
-from deepspec.models.target import Target, gguf_file, resolve
+from deepspec.models.target import Target, TargetError, gguf_file, load_tokenizer, resolve
 from deepspec.models.warm_start import warm_start
 from deepspec.train import checkpoint
 from deepspec.train.config import TrainConfig, TrainConfigError
 from deepspec.train.objectives import objective
 
+ANSWER_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "limit")
 VOCABULARY_SAMPLES = 2048  # training samples whose tokens choose a reduced draft vocabulary
 
 
@@ -66,7 +69,13 @@ class Prepared:
 
 
 def check_data(cfg: TrainConfig) -> None:
-    """Raise CacheMissingError with the command that builds the cache; costs one file lookup."""
+    """Raise CacheMissingError or SourceError with the command that makes what is not there; costs one file lookup."""
+    prompts = cfg.data.prompts
+    if prompts is not None and not Path(prompts).is_file():
+        raise SourceError(
+            f"no prompts in {prompts}: write them with `python -m deepspec.data prompts target={cfg.target.name}`, or "
+            "give data.prompts=FILE"
+        )
     if cfg.data.source == "cache":
         try:
             CacheReader(cfg.data.path)
@@ -79,7 +88,17 @@ def check_data(cfg: TrainConfig) -> None:
 
 def prepare(cfg: TrainConfig, device: torch.device, dtype: torch.dtype) -> Prepared:
     """Open data and target, prove that they fit, build the drafter and give it the weights it starts from."""
-    target, head, source, taps, fingerprint = _open(cfg, device, dtype)
+    check_data(cfg)
+    state = checkpoint.read(cfg.folder)
+    if state is not None and not cfg.train.resume and not cfg.train.dry_run:
+        raise checkpoint.ResumeError(
+            f"{cfg.folder} holds a run at step {state.progress.step} and train.resume=false: give name=… for a new "
+            "run, or delete that folder"
+        )
+    target = _target(cfg, device)
+    if cfg.data.prompts is not None and state is None:
+        _answer(cfg, cfg.data.prompts, target)
+    head, source, taps, fingerprint = _open(cfg, target, device, dtype)
     loader = Loader(
         source,
         cfg.data,
@@ -88,13 +107,7 @@ def prepare(cfg: TrainConfig, device: torch.device, dtype: torch.dtype) -> Prepa
         world_size=distributed.world_size(),
     )
     total = cfg.train.steps or cfg.train.epochs * loader.steps_per_epoch
-    state = checkpoint.read(cfg.folder)
     if state is not None and not cfg.train.dry_run:
-        if not cfg.train.resume:
-            raise checkpoint.ResumeError(
-                f"{cfg.folder} holds a run at step {state.progress.step} and train.resume=false: give name=… for a new "
-                "run, or delete that folder"
-            )
         checkpoint.check_identity(state, identity(cfg, taps, loader), cfg.folder)
     drafter = _drafter(cfg, head, taps, loader, _text_config(cfg, target))
     if state is not None and not cfg.train.dry_run:
@@ -107,36 +120,65 @@ def prepare(cfg: TrainConfig, device: torch.device, dtype: torch.dtype) -> Prepa
 def identity(cfg: TrainConfig, taps: tuple[int, ...], loader: Loader) -> dict[str, Any]:
     """What must stay the same for a run to be continued: the drafter, and which samples a step number means."""
     data = {key: getattr(cfg.data, key) for key in ("seed", "global_batch", "max_length", "anchors", "heldout")}
+    answers = {} if cfg.data.prompts is None else {key: getattr(cfg.regenerate, key) for key in ANSWER_OPTIONS}
     return {
         **{f"drafter.{key}": value for key, value in dataclasses.asdict(cfg.drafter).items()},
         **{f"data.{key}": value for key, value in data.items()},
+        **{f"regenerate.{key}": value for key, value in answers.items()},
         "target.name": cfg.target.name,
         "taps": list(taps),
         "training samples": len(loader.training_rows),
     }
 
 
+def _target(cfg: TrainConfig, device: torch.device) -> Target | None:
+    """The whole target, where a run needs it: for online data, and on the main rank for real decoding."""
+    if cfg.data.source == "online" or (cfg.train.decode_every and distributed.is_main()):
+        return Target.load(cfg.target, device)
+    return None
+
+
+def _answer(cfg: TrainConfig, prompts: str, target: Target | None) -> None:
+    """Let the target answer the prompts, every rank its share. Before the first step only: a run keeps its samples.
+
+    Answers are written like those of ``python -m deepspec.data regenerate``, so that a run stopped here goes on from
+    what it has. A dry run answers the prompts of one global batch.
+    """
+    from deepspec.data.setup import answer_prompts
+
+    given = cfg.regenerate
+    if cfg.train.dry_run:
+        given = dataclasses.replace(given, limit=min(cfg.data.global_batch, given.limit or cfg.data.global_batch))
+    with distributed.unhurried():
+        answer_prompts(Path(prompts), Path(cfg.data.path), cfg.target, given, target)
+
+
 def _open(
-    cfg: TrainConfig, device: torch.device, dtype: torch.dtype
-) -> tuple[Target | None, FrozenHead, Source, tuple[int, ...], str]:
+    cfg: TrainConfig, target: Target | None, device: torch.device, dtype: torch.dtype
+) -> tuple[FrozenHead, Source, tuple[int, ...], str]:
     from deepspec.data.training_data import open_cache, open_online
 
-    check_data(cfg)
     # A CPU rounds bfloat16 products to bfloat16, which logits do not bear: up to 3 % of a probability at a logit of 8.
     dtype = torch.float32 if device.type == "cpu" else dtype
-    online = cfg.data.source == "online"
-    target = None
-    if online or (cfg.train.decode_every and distributed.is_main()):
-        target = Target.load(cfg.target, device)
-    if online:
+    if cfg.data.source == "online":
         assert target is not None
         head = FrozenHead.of(target).to(device, dtype)
-        source: Source = open_online(cfg.data, target, cfg.target.thinking)
-        return target, head, source, target.taps, target.fingerprint
+        return head, open_online(cfg.data, target, cfg.target.thinking), target.taps, target.fingerprint
     head = FrozenHead.load(resolve(cfg.target), dtype, device, cfg.target.revision)
-    cached = open_cache(cfg.data, cfg.target, head=head, text_config=_text_config(cfg, target))
+    config = _text_config(cfg, target)
+    cached = open_cache(cfg.data, cfg.target, head=head, text_config=config, tokenizer=_tokenizer(cfg))
     manifest = cached.reader.manifest
-    return target, head, cached, manifest.taps, manifest.target["fingerprint"]
+    return head, cached, manifest.taps, manifest.target["fingerprint"]
+
+
+def _tokenizer(cfg: TrainConfig) -> Any:
+    """The target's tokenizer, to compare with the cache's; None, with a note, for a target that has none."""
+    try:
+        return load_tokenizer(resolve(cfg.target), cfg.target.revision)
+    except TargetError as error:
+        if distributed.is_main():
+            print(f"note: {error}. That the cache was built with this target's chat template is not checked")
+        return None
 
 
 def _text_config(cfg: TrainConfig, target: Target | None) -> Any:
@@ -157,7 +199,7 @@ def _drafter(cfg: TrainConfig, head: FrozenHead, taps: tuple[int, ...], loader: 
         if cfg.train.warm_start:
             warm_start(drafter, resolve(cfg.target), cfg.target.revision)
         return drafter
-    drafter = drafters.load(cfg.train.init_from, head, dtype=torch.float32).train()
+    drafter = drafters.load(cfg.train.init_from, head, taps=taps, dtype=torch.float32).train()
     if drafter.taps != tuple(taps):
         raise TrainConfigError(
             f"train.init_from={cfg.train.init_from} reads taps {list(drafter.taps)}, the data holds {list(taps)}: "

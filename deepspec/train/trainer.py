@@ -80,7 +80,7 @@ class Trainer:
         return self.progress
 
     def dry_run(self) -> None:
-        """One real step on real data, nothing written."""
+        """One real step on real data, no checkpoint written."""
         say(plan.table(self.run, self.plan, distributed.world_size()))
         with closing(self.loader.batches(0, 1)) as steps:
             for batches in steps:
@@ -88,7 +88,7 @@ class Trainer:
         lap = self.pace.lap(0.0, self.total - 1, self.engine.device)
         say(metrics.line(1, self.total, {**self.meter.reduce(self.engine.device), **lap}))
         say(
-            f"dry run: everything fits, one real step took {lap['seconds_per_step']:.1f} s, nothing was written. "
+            f"dry run: everything fits, one real step took {lap['seconds_per_step']:.1f} s, no checkpoint was written. "
             "Remove train.dry_run to train."
         )
 

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from deepspec.eval import cli, report
+from deepspec.models.export import checkpoint as folders
+from deepspec.models.export import export, imports
 from tests.eval.tiny_run import evaluate, results, save_drafter, save_target, write_prompts
+from tests.models.exporting import speculators
 
 QUESTIONS = [["hello a"], ["what is this?", "and that?"], ["abcabcabcabc"], ["zz"], ["0 1 2 3 0 1 2 3"]]
 
@@ -213,6 +216,23 @@ def test_an_out_of_vocabulary_drafter_is_refused_even_when_allowed(place, tmp_pa
     assert "proposes from 128 tokens, target wide has 140" in error.splitlines()[-1]
 
 
+def test_drafters_of_other_layouts_decode_like_ours(place, tmp_path, capsys):
+    save_drafter(tmp_path / "eagle3", place / "target", "eagle3", qk_norm=False)
+    own = imports.read(drafter_folder(place, "dspark") / "best")
+    folders.write(speculators(own), tmp_path / "theirs")
+    export(imports.read(tmp_path / "eagle3"), "vllm", tmp_path / "published")
+    config = json.loads((tmp_path / "published" / "config.json").read_text())
+    (tmp_path / "published" / "config.json").write_text(json.dumps({**config, "deepspec": {}}))
+    given = ("--drafter", tmp_path / "theirs", tmp_path / "published", "--limit", 2)
+    assert run(place, tmp_path / "out", *given) == 2
+    assert "give the zero-based layers as --taps K K K" in capsys.readouterr().err
+    assert run(place, tmp_path / "out", *given, "--taps", 0, 1, 2) == 0
+    ours = (drafter_folder(place, "dspark"), tmp_path / "eagle3")
+    assert run(place, tmp_path / "ours", "--drafter", *ours, "--limit", 2) == 0
+    taus = [[item["macro"]["tau"] for item in results(tmp_path / name)["variants"]] for name in ("out", "ours")]
+    assert taus[0] == taus[1]
+
+
 def test_a_thinking_mismatch_warns(place, tmp_path, capsys):
     name = save_drafter(tmp_path / "thinker", place / "target", thinking=True)
     assert run(place, tmp_path / "out", "--drafter", name, "--limit", 1) == 0
@@ -224,7 +244,7 @@ def test_a_thinking_mismatch_warns(place, tmp_path, capsys):
     [
         (("--drafter", "nowhere"), "--drafter nowhere: no such folder"),
         (("--drafter", "{place}/runs"), "holds a config.json"),
-        (("--drafter", "{place}/target"), "convert the checkpoint"),
+        (("--drafter", "{place}/target"), "no drafter layout that is known"),
         (("--target", "qwen99", "--baselines", "ngram"), "neither a folder nor a recipe; recipes: "),
         (
             ("--suite", "nothing", "--baselines", "ngram", "--target", "{place}/target"),

@@ -5,6 +5,7 @@ import numpy as np
 import torch
 
 from deepspec.models import drafter as drafters
+from deepspec.models.export import checkpoint as folders
 from deepspec.models.export import imports
 from tests.models.drafting import batch, drafter, logits
 from tests.tiny import VOCAB
@@ -28,6 +29,35 @@ def saved(folder, dtype=torch.bfloat16, **options):
     model = drafter(**options)
     drafters.save(model, folder, target_name="tiny", dtype=dtype)
     return model, imports.read(folder)
+
+
+def speculators(source, kind="dspark", **changes):
+    """``source`` as speculators writes it: nested layer config, aux ids k + 1, the verifier's copies beside it."""
+    layer = {name: source.config[name] for name in imports._LAYER_FIELDS if name in source.config}
+    config = dict(
+        architectures=["DSparkDraftModel"],
+        speculators_model_type=kind,
+        transformer_layer_config=layer | dict(model_type="qwen3", rope_parameters=source.config["rope_parameters"]),
+        aux_hidden_state_layer_ids=[tap + 1 for tap in source.taps],
+        draft_vocab_size=source.draft_vocab_size,
+        sample_from_anchor=True,
+        **{name: source.config[name] for name in imports._HEAD_FIELDS if name in source.config},
+    )
+    tensors = source.tensors | {"verifier_norm.weight": torch.ones(32), "mask_embedding": torch.zeros(32)}
+    return folders.Checkpoint(config | changes, tensors)
+
+
+def zlab(source, **changes):
+    """``source`` as z-lab publishes DFlash; ``changes`` are of its dflash_config."""
+    nested = dict(mask_token_id=source.config["mask_token_id"], target_layer_ids=list(source.taps))
+    fields = {
+        name: source.config[name] for name in (*imports._LAYER_FIELDS, "rope_parameters") if name in source.config
+    }
+    config = fields | dict(
+        architectures=["DFlashDraftModel"], model_type="qwen3", block_size=source.block_size, dflash_config=nested
+    )
+    nested |= changes
+    return folders.Checkpoint(config, source.tensors)
 
 
 def write_target_gguf(path):

@@ -204,7 +204,8 @@ def test_saved_folder_has_the_published_fields_and_names(tmp_path):
 
 
 REFUSALS = {
-    "speculators": (dict(architectures=["DFlashDraftModel"]), drafters.CheckpointError, "architectures"),
+    "z-lab": (dict(architectures=["DFlashDraftModel"]), drafters.CheckpointError, "sample_from_anchor is absent"),
+    "unknown": (dict(architectures=["MedusaModel"]), drafters.CheckpointError, "no drafter layout that is known"),
     "anchor": (dict(sample_from_anchor=False), drafters.AnchorLayoutError, "sample_from_anchor is False"),
     "head": (dict(markov_head_type="lstm"), drafters.CheckpointError, "markov_head='lstm' is unknown"),
     "version": (dict(deepspec={"format_version": 9}), drafters.CheckpointError, "format_version 9 is newer"),

@@ -10,24 +10,8 @@ from deepspec.models import drafter as drafters
 from deepspec.models.export import ExportError, export, imports
 from deepspec.models.export import checkpoint as folders
 from deepspec.models.export.__main__ import main
-from tests.models.drafting import TAPS
-from tests.models.exporting import KINDS, outputs, saved
-
-
-def speculators(source, kind="dspark", **changes):
-    """``source`` as speculators writes it: nested layer config, aux ids k + 1, the verifier's copies beside it."""
-    layer = {name: source.config[name] for name in imports._LAYER_FIELDS if name in source.config}
-    config = dict(
-        architectures=["DSparkDraftModel"],
-        speculators_model_type=kind,
-        transformer_layer_config=layer | dict(model_type="qwen3", rope_parameters=source.config["rope_parameters"]),
-        aux_hidden_state_layer_ids=[tap + 1 for tap in TAPS],
-        draft_vocab_size=source.draft_vocab_size,
-        sample_from_anchor=True,
-        **{name: source.config[name] for name in imports._HEAD_FIELDS if name in source.config},
-    )
-    tensors = source.tensors | {"verifier_norm.weight": torch.ones(32), "mask_embedding": torch.zeros(32)}
-    return folders.Checkpoint(config | changes, tensors)
+from tests.models.drafting import TAPS, frozen_head
+from tests.models.exporting import KINDS, outputs, saved, speculators, zlab
 
 
 @pytest.mark.parametrize("kind", ["dspark", "gated", "rnn", "dflash", "reduced"])
@@ -53,16 +37,6 @@ def test_speculators_eagle3(tmp_path):
     assert torch.equal(outputs(drafters.load(tmp_path / "ours", model.head)), outputs(model))
 
 
-def zlab(source, **changes):
-    nested = dict(mask_token_id=source.config["mask_token_id"], target_layer_ids=list(TAPS))
-    fields = {
-        name: source.config[name] for name in (*imports._LAYER_FIELDS, "rope_parameters") if name in source.config
-    }
-    config = fields | dict(architectures=["DFlashDraftModel"], model_type="qwen3", block_size=4, dflash_config=nested)
-    nested |= changes
-    return folders.Checkpoint(config, source.tensors)
-
-
 def test_dflash_layout(tmp_path):
     model, source = saved(tmp_path / "drafter", torch.float32, kind="dflash")
     folders.write(zlab(source, sample_from_anchor=True), tmp_path / "same")
@@ -84,6 +58,8 @@ def test_published_eagle3_round_trip_is_the_identity(kind, engine, tmp_path):
     (tmp_path / "one" / "config.json").write_text(json.dumps(plain))
     with pytest.raises(ExportError, match="--taps K K K"):
         imports.read(tmp_path / "one")
+    with pytest.raises(ExportError, match=r"mean the taps \[\d, \d, \d\] or \[-?\d, \d, \d\], not \[0, 2, 3\]"):
+        imports.read(tmp_path / "one", taps=(0, 2, 3))
     back = imports.read(tmp_path / "one", taps=TAPS)
     assert back.taps == TAPS
     export(back, engine, tmp_path / "two")
@@ -127,6 +103,45 @@ def test_what_is_not_imported(name, tmp_path):
     folders.write(made, tmp_path / "theirs")
     with pytest.raises(ExportError, match=message):
         imports.read(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["dflash", "confidence alone"])
+def test_the_zeros_of_an_export_are_no_markov_head(kind, engine, tmp_path):
+    model, source = saved(tmp_path / "drafter", torch.float32, **KINDS[kind])
+    export(source, engine, tmp_path / "theirs")
+    again, own = (drafters.load(tmp_path / name, model.head) for name in ("theirs", "drafter"))
+    assert again.config == own.config
+    back = imports.read(tmp_path / "theirs")
+    assert back.tensors.keys() == source.tensors.keys()
+
+
+def test_a_model_that_is_no_drafter_is_refused_by_its_config_alone(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dict(architectures=["Qwen3ForCausalLM"])))
+    (tmp_path / "model.safetensors").write_bytes(b"gigabytes")
+    for read in (imports.read, drafters.load, drafters.read_config):
+        with pytest.raises(ValueError, match="no drafter layout that is known"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "rnn", "dflash", "reduced", "eagle3", "eagle3 reduced"])
+def test_other_layouts_load_without_a_conversion(kind, tmp_path):
+    model, source = saved(tmp_path / "drafter", torch.float32, **KINDS[kind])
+    if kind.startswith("eagle3"):
+        export(source, "vllm", tmp_path / "theirs")
+        fields = json.loads((tmp_path / "theirs" / "config.json").read_text())
+        (tmp_path / "theirs" / "config.json").write_text(json.dumps({**fields, "deepspec": {}}))
+    else:
+        folders.write(zlab(source, sample_from_anchor=True) if kind == "dflash" else speculators(source),
+                      tmp_path / "theirs")  # fmt: skip
+    again = drafters.load(tmp_path / "theirs", model.head, taps=TAPS)
+    assert torch.equal(outputs(again), outputs(model))
+    assert drafters.read_config(tmp_path / "theirs", taps=TAPS)["architectures"] == source.config["architectures"]
+    with pytest.raises(drafters.CheckpointError, match="is of another layout"):
+        drafters.update_metadata(tmp_path / "theirs", temperatures=[1.0])
+    if "reduced" in kind:  # the only kinds whose files hold rows of a head
+        with pytest.raises(drafters.WrongTargetError, match="not the target's"):
+            drafters.load(tmp_path / "theirs", frozen_head(seed=9), taps=TAPS)
 
 
 def test_a_trained_head_is_not_lost_in_silence(tmp_path):

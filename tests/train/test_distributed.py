@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepspec.data.responses import read_responses
 from deepspec.train import checkpoint, tracking
 from tests.train import tiny_run
 
@@ -140,6 +141,26 @@ def test_a_rank_that_dies_ends_the_job_and_the_run_can_go_on(folder):
     state = checkpoint.read(cfg.folder)
     assert state is not None
     assert state.progress.step >= 2
+
+
+def test_two_ranks_share_the_prompts_and_train_on_the_same_samples(folder):
+    answers, curves = [], []
+    for ranks in (1, 2):
+        out = folder / f"prompts{ranks}"
+        tiny_run.write_prompts(out, 14)
+        given = tiny_run.overrides(
+            folder, "data=prompts", f"data.path={out}/responses", f"out={out}", "regenerate.max_new_tokens=12",
+            "regenerate.temperature=1.0", train__steps=3,
+        )  # fmt: skip
+        said = finish(launch(ranks, given))
+        assert said.count("answered") == ranks
+        answers.append({row.id: row.tokens for row in read_responses(out / "responses")})
+        records = tracking.read(out / "drafters" / "dspark")
+        curves.append([record["loss"] for record in records if record["kind"] == "train"])
+    assert len(answers[0]) == 14
+    assert answers[0] == answers[1]
+    assert len(curves[0]) == 3
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
 
 
 def test_two_nodes_meet_at_a_rendezvous(folder):

@@ -1,5 +1,6 @@
 """The command: exit status and one clear line for whatever is wrong, before anything expensive."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepspec.train import main as command
+from tests.data.little_chat import TEMPLATE, chat_tokenizer
 from tests.train import tiny_run
 
 ROOT = Path(command.__file__).resolve().parents[2]
@@ -53,6 +55,23 @@ def test_a_cache_of_another_target_or_taps_is_refused(folder, capsys):
     assert "other weights" in capsys.readouterr().err
     assert command.main(tiny_run.overrides(folder, "target.taps=[0,2]")) == 2
     assert "taps [0, 1, 2], this run asks for [0, 2]" in capsys.readouterr().err
+
+
+def test_a_cache_of_another_chat_template_is_refused(folder, capsys):
+    shutil.copytree(folder / "target", folder / "template")
+    chat_tokenizer(TEMPLATE.replace("</s>", "</s></s>")).save_pretrained(folder / "template")
+    assert command.main(tiny_run.overrides(folder, f"target.path={folder / 'template'}", name="template")) == 2
+    assert "built with another tokenizer or chat template" in capsys.readouterr().err
+    assert not (folder / "run" / "drafters" / "template").exists()
+
+
+def test_a_target_without_a_tokenizer_trains_from_a_cache_with_a_note(folder, capsys):
+    (folder / "bare").mkdir()
+    tiny_run.chat_target().model.save_pretrained(folder / "bare")
+    assert command.main(tiny_run.overrides(folder, f"target.path={folder / 'bare'}", name="bare", train__steps=1)) == 0
+    said = capsys.readouterr().out
+    assert "bare holds no tokenizer (tokenizer.json)" in said
+    assert "chat template is not checked" in said
 
 
 def test_a_run_from_the_command_says_what_to_do_next(folder, capsys):

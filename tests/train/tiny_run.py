@@ -1,5 +1,6 @@
 """A saved tiny target with a cache of made-up conversations, and the overrides of a training run on it."""
 
+import json
 from pathlib import Path
 
 from deepspec import recipes
@@ -35,6 +36,16 @@ def make(folder: Path, count: int = 30) -> Path:
     target.tokenizer.save_pretrained(folder / "target")
     built(folder, count, target)
     return folder
+
+
+def write_prompts(out: Path, count: int) -> None:
+    """Prompts in the run folder ``out``, as ``python -m deepspec.data prompts`` writes them."""
+    (out / "prompts").mkdir(parents=True)
+    rows = [
+        {"id": f"q{n:03d}", "messages": [{"role": "user", "content": "ab" * (n % 7 + 1)}], "source": "made-up"}
+        for n in range(count)
+    ]
+    (out / "prompts" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def overrides(folder: Path, *more: str, recipe: str = "dspark", **changes) -> list[str]:

@@ -88,22 +88,32 @@ class Checkpoint:
         return dataclasses.replace(self, config=self.config | fields, tensors=kept)
 
 
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a folder; raises ExportError for a folder without one."""
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise ExportError(
+            f"{path} does not exist: {folder} is not a drafter checkpoint (training writes its last and best)"
+        )
+    return dict(files.read_json(path))
+
+
 def read(folder: str | Path) -> Checkpoint:
     """Any folder of config.json and safetensors; raises ExportError for an incomplete or damaged one."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    path = Path(folder)
+    path, config = Path(folder), read_config(folder)
     shards = sorted(path.glob("*.safetensors"))
-    if not (path / CONFIG).is_file() or not shards:
-        raise ExportError(f"{path} is not a drafter checkpoint: it needs {CONFIG} and {WEIGHTS}")
+    if not shards:
+        raise ExportError(f"{path} holds no .safetensors file: the checkpoint is incomplete")
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         try:
             tensors |= load_file(shard)
         except SafetensorError as error:
             raise ExportError(f"{shard} is damaged ({error}): copy or train it again") from error
-    return Checkpoint(files.read_json(path / CONFIG), tensors)
+    return Checkpoint(config, tensors)
 
 
 def write(checkpoint: Checkpoint, folder: str | Path) -> None:
@@ -162,6 +172,15 @@ def with_markov(checkpoint: Checkpoint, rank: int) -> Checkpoint:
     if not checkpoint.config.get("enable_confidence_head"):
         fields |= dict(enable_confidence_head=False, confidence_head_with_markov=False)
     return checkpoint.replaced(zeros, **fields)
+
+
+def without_zero_markov(checkpoint: Checkpoint) -> Checkpoint:
+    """Without the zeros that ``with_markov`` adds, so that an exported DFlash is one again; others unchanged."""
+    w1, w2 = checkpoint.tensors.get(W1), checkpoint.tensors.get(W2)
+    read_by_confidence = checkpoint.config.get("confidence_head_with_markov")
+    if w1 is None or w2 is None or read_by_confidence or bool(w1.any()) or bool(w2.any()):
+        return checkpoint
+    return checkpoint.replaced({W1: None, W2: None}, markov_rank=0)
 
 
 def with_mask_row(checkpoint: Checkpoint) -> Checkpoint:

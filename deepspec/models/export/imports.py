@@ -3,7 +3,8 @@
 What this project's drafters cannot represent is refused with the reason; nothing is guessed. Builds no model.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,24 +49,38 @@ _HEAD_FIELDS = (
 def read(folder: str | Path, *, taps: Sequence[int] | None = None) -> Checkpoint:
     """The drafter of ``folder`` as a DeepSpec checkpoint, whatever its layout.
 
-    ``taps`` (zero-based decoder layers) are needed for EAGLE-3 files whose numbering is ambiguous. Raises ExportError.
+    ``taps`` (zero-based decoder layers) are needed for EAGLE-3 files whose numbering is ambiguous. Raises ExportError,
+    for a layout that is not known here before any tensor is read.
     """
-    found = folders.read(folder)
-    if found.architecture in ARCHITECTURES.values():
-        return found
+    config = folders.read_config(folder)
+    convert = _converter(config, taps)
+    if convert is None:
+        raise ExportError(
+            f"{folder}/config.json: architectures {config.get('architectures')} is no drafter layout that is known "
+            "here: DeepSpec, speculators (dspark, dflash, eagle3), DFlashDraftModel, published EAGLE-3"
+        )
     try:
-        if "speculators_model_type" in found.config:
-            return _speculators(found, folder)
-        if found.architecture == "DFlashDraftModel" or "dflash_config" in found.config:
-            return _dflash(found, folder)
-        if found.architecture in _EAGLE3:
-            return _eagle3(found, folder, taps)
+        return convert(folders.read(folder), folder)
     except KeyError as error:
         raise ExportError(f"{folder}/config.json has no {error}, which this layout needs") from error
-    raise ExportError(
-        f"{folder}/config.json: architectures {found.config.get('architectures')} is no drafter layout that is known "
-        "here: DeepSpec, speculators (dspark, dflash, eagle3), DFlashDraftModel, published EAGLE-3"
-    )
+
+
+def native(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of the DeepSpec layout, which needs no conversion."""
+    return (config.get("architectures") or [""])[0] in ARCHITECTURES.values()
+
+
+def _converter(
+    config: Mapping[str, Any], taps: Sequence[int] | None
+) -> Callable[[Checkpoint, str | Path], Checkpoint] | None:
+    if native(config):
+        return lambda found, folder: folders.without_zero_markov(found)
+    architecture = (config.get("architectures") or [""])[0]
+    if "speculators_model_type" in config:
+        return _speculators
+    if architecture == "DFlashDraftModel" or "dflash_config" in config:
+        return _dflash
+    return functools.partial(_eagle3, taps=taps) if architecture in _EAGLE3 else None
 
 
 def head_error(checkpoint: Checkpoint, head: FrozenHead) -> str | None:
@@ -81,9 +96,15 @@ def head_error(checkpoint: Checkpoint, head: FrozenHead) -> str | None:
         ours = checkpoint.tensors.get(name)
         if ours is None or (name == EMBED and checkpoint.metadata.get("own_embedding")):
             continue
-        if ours.shape != theirs.shape or not torch.allclose(ours.float(), theirs.float().cpu(), rtol=0.02, atol=1e-3):
+        if ours.shape != theirs.shape or not _close(ours, theirs):
             return f"{name} is not the target's: this project's drafters share the target's, so it would be lost"
     return None
+
+
+def _close(ours_VD: Tensor, theirs_VD: Tensor) -> bool:
+    """Equal but for rounding; a few rows at a time, as both may be gigabytes."""
+    pairs = zip(ours_VD.split(8192), theirs_VD.split(8192), strict=True)
+    return all(torch.allclose(a.float(), b.float().cpu(), rtol=0.02, atol=1e-3) for a, b in pairs)
 
 
 def _native(source: Mapping[str, Any], architecture: str, taps: Sequence[int]) -> dict[str, Any]:
@@ -170,15 +191,23 @@ def _block_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _eagle3(found: Checkpoint, folder: str | Path, taps: Sequence[int] | None) -> Checkpoint:
-    known = found.metadata.get("target_layer_ids") or taps
-    if not known:
-        nested = (found.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        ids = found.config.get("eagle_aux_hidden_state_layer_ids") or nested
+    stated = found.metadata.get("target_layer_ids")
+    if stated:
+        return _published_eagle3(found, found.config, stated, folder)
+    nested = (found.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    ids = found.config.get("eagle_aux_hidden_state_layer_ids") or nested
+    if not taps:
         raise ExportError(
             f"{folder}/config.json: aux ids {ids} may count a tap after layer k as k (SGLang) or k + 1 (vLLM), and "
             "only its trainer knows: give the zero-based layers as --taps K K K"
         )
-    return _published_eagle3(found, found.config, known, folder)
+    readings = [list(ids), [tap - 1 for tap in ids]] if ids else []
+    if readings and list(taps) not in readings:
+        raise ExportError(
+            f"{folder}/config.json: aux ids {ids} mean the taps {readings[0]} or {readings[1]}, not {list(taps)}: give "
+            "those (--taps; in training a cache with them and target.taps)"
+        )
+    return _published_eagle3(found, found.config, taps, folder)
 
 
 def _published_eagle3(
