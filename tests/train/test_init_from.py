@@ -104,8 +104,8 @@ def test_what_differs_from_the_recipe_is_named(folder, trained, tmp_path):
     with pytest.raises(TrainConfigError, match=r"reads taps \[0, 1, 3\], the data holds \[0, 1, 2\]"):
         start(tiny_run.config(folder, train__init_from=tmp_path / "moved"))
     eagle3 = trained("eagle3", drafter__qk_norm="false")
-    published(eagle3.replaced(target_layer_ids=[0, 2, 3]), tmp_path / "eagle3")
-    with pytest.raises(drafters.CheckpointError, match=r"mean the taps \[1, 3, 4\] or \[0, 2, 3\], not \[0, 1, 2\]"):
+    published(eagle3.replaced(target_layer_ids=[-1, 0, 2]), tmp_path / "eagle3")
+    with pytest.raises(drafters.CheckpointError, match=r"mean the taps \[0, 1, 3\] or \[-1, 0, 2\], not \[0, 1, 2\]"):
         start(tiny_run.config(folder, recipe="eagle3", drafter__qk_norm="false", train__init_from=tmp_path / "eagle3"))
     with pytest.raises(drafters.CheckpointError, match="does not exist"):
         start(tiny_run.config(folder, train__init_from=tmp_path / "nowhere"))
