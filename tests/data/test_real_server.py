@@ -76,8 +76,12 @@ def test_greedy_answers_and_their_ends_equal_those_made_in_process(target, serve
     )
     here = {answer.request.id: answer for answer in engine.run(deque(REQUESTS))}
     there = answered(server, GREEDY)
-    assert {key: (answer.message, answer.finish_reason) for key, answer in there.items()} == {
-        key: (answer.message, answer.finish_reason) for key, answer in here.items()
+    assert {key: answer.message for key, answer in there.items()} == {
+        key: answer.message for key, answer in here.items()
+    }
+    # an end of turn that is the last token allowed is "length" to this server
+    assert {key: answer.finish_reason for key, answer in there.items()} == {
+        key: "length" if len(answer.tokens or []) == LENGTH else answer.finish_reason for key, answer in here.items()
     }
     assert {answer.finish_reason for answer in here.values()} == {"stop", "length"}
 
