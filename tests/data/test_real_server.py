@@ -83,7 +83,7 @@ def test_greedy_answers_and_their_ends_equal_those_made_in_process(target, serve
     assert {key: answer.finish_reason for key, answer in there.items()} == {
         key: "length" if len(answer.tokens or []) == LENGTH else answer.finish_reason for key, answer in here.items()
     }
-    assert {answer.finish_reason for answer in here.values()} == {"stop", "length"}
+    assert {answer.finish_reason for answer in there.values()} == {"stop", "length"}
 
 
 def test_sampling_values_that_the_server_does_not_know_end_the_run_and_can_be_given_its_way(server):
