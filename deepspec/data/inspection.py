@@ -87,13 +87,11 @@ def _spans(mask: list[bool]) -> list[tuple[int, int]]:
 
 
 def _tokenizer(manifest: CacheManifest) -> Any:
-    from transformers import AutoTokenizer
-
-    from deepspec.models.target import TargetConfig, resolve
+    from deepspec.models.target import TargetConfig, load_tokenizer, resolve
 
     target = manifest.target
     path = resolve(TargetConfig(name=target["name"], path=target["path"] or target["name"]))
-    return AutoTokenizer.from_pretrained(path, revision=target["revision"])
+    return load_tokenizer(path, target["revision"])
 
 
 def verify(cfg: "DataPipelineConfig") -> None:

@@ -39,11 +39,9 @@ def show(
     plain: bool = False,
 ) -> None:
     """Print ``count`` conversations; without a terminal, or with ``plain``, supervised tokens are in ⟦brackets⟧."""
-    from transformers import AutoTokenizer
+    from deepspec.models.target import load_tokenizer, resolve
 
-    from deepspec.models.target import resolve
-
-    tokenizer = AutoTokenizer.from_pretrained(resolve(config.target), revision=config.target.revision)
+    tokenizer = load_tokenizer(resolve(config.target), config.target.revision)
     colour = not plain and sys.stdout.isatty()
     for row in islice(rows, count):
         try:
