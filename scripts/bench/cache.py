@@ -123,7 +123,16 @@ def reencode(exact: CacheReader, codec: str, folder: Path) -> CacheReader:
     with write_shard(folder, 0, origin, "bench") as writer:
         for row in range(len(exact)):
             head, sample = record.head(exact.record(row)), exact.sample(row)
-            own = record.Row(sample.id, "", head.tokens_S.tolist(), head.spans, sample.taps_SF, sample.last_ID)
+            own = record.Row(
+                sample.id,
+                "",
+                head.tokens_S.tolist(),
+                head.spans,
+                sample.taps_SF,
+                sample.last_ID,
+                sample.log_z_I,
+                sample.top_I,
+            )
             writer.add("", record.pack(own, codec_named(codec), len(origin.taps)))
     finalise(folder, 1, origin, {})
     return CacheReader(folder)

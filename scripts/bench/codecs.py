@@ -1,0 +1,100 @@
+"""What a lossy cache costs in acceptance: the same drafter trained from bf16, int8 and int4 caches of the same states.
+
+    python scripts/bench/codecs.py --cache runs/smollm2-135m/cache target=smollm2-135m +size=demo train.steps=300
+
+The bf16 cache is re-encoded, so the caches differ in nothing but the codec. Every drafter is judged on the held-out
+samples of the bf16 cache: expected τ at temperature 1. Further arguments are those of the training command. The noise
+is the spread of bf16 over seeds; codecs are compared within a seed, whose start and order of samples they share.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from deepspec.data.cache_reader import CacheReader
+from deepspec.data.codecs import CODECS
+from deepspec.data.loader import CacheSource, DataConfig, Loader
+from deepspec.models import drafter as drafters
+from deepspec.models.frozen_head import FrozenHead
+from deepspec.train.objectives import LossWeights, denominators, objective
+from scripts.bench.cache import reencode
+
+ROOT = Path(__file__).resolve().parents[2]
+HELDOUT, ANCHORS = 0.15, 64
+
+
+def main() -> int:
+    """Re-encode, train, judge, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, required=True, help="a bf16 cache")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--recipe", default="dspark")
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    options, overrides = parser.parse_known_args()
+    exact = CacheReader(options.cache)
+    if exact.codec != "bf16":
+        parser.error(f"--cache {options.cache} is {exact.codec}: give a bf16 cache, the others are made from it")
+    taus: dict[str, list[float]] = {name: [] for name in CODECS}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        caches = {"bf16": options.cache}
+        caches |= {name: Path(reencode(exact, name, folder / name).path) for name in CODECS if name != "bf16"}
+        for seed in range(options.seeds):
+            for codec, path in caches.items():
+                drafter = train(options.recipe, overrides, folder / f"{codec}-{seed}", path, seed)
+                taus[codec].append(judge(drafter, exact))
+                print(f"seed {seed}  {codec:<5} τ {taus[codec][-1]:.4f}", flush=True)
+    results = {"taus": taus, "relative to bf16": {name: relative(taus, name) for name in taus if name != "bf16"}}
+    spread = statistics.stdev(taus["bf16"]) / statistics.mean(taus["bf16"]) if options.seeds > 1 else float("nan")
+    for name, (mean, error) in results["relative to bf16"].items():
+        print(f"{name}: τ {mean:+.2%} ± {error:.2%} of bf16 (mean and standard error over {options.seeds} seeds)")
+    print(f"bf16 alone varies by {spread:.2%} from seed to seed")
+    if options.output:
+        options.output.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+def train(recipe: str, overrides: list[str], out: Path, cache: Path, seed: int) -> Path:
+    """One run of the training command; the folder of its drafter."""
+    command = ["torchrun", "--standalone", "--nproc-per-node", "1", str(ROOT / "deepspec/train/main.py")]
+    command += [f"+recipe={recipe}", *overrides, f"out={out}", f"data.path={cache.resolve()}", f"train.seed={seed}"]
+    command += [f"data.heldout={HELDOUT}", "train.eval_every=0", "train.save_every=0", "tracking=none"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"training failed: {' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return out / "drafters" / recipe / "best"
+
+
+@torch.inference_mode()
+def judge(folder: Path, exact: CacheReader) -> float:
+    """Expected τ at temperature 1 on the held-out samples of the exact cache."""
+    head = FrozenHead.load(str(ROOT / "targets" / exact.manifest.target["name"]))
+    drafter = drafters.load(folder, head)
+    config = DataConfig(anchors=ANCHORS, heldout=HELDOUT, micro_tokens=4096, seed=0)
+    loader = Loader(CacheSource(exact, 1), config, block_size=drafter.block_size)
+    tau = torch.zeros(2)
+    for batch in loader.heldout():
+        batch = batch.to("cpu", torch.float32)
+        weights = LossWeights()
+        _, metrics = objective(drafter, batch, weights, denominators(batch, drafter.config, weights))
+        tau += metrics["tau"]
+    return float(tau[0] / tau[1])
+
+
+def relative(taus: dict[str, list[float]], name: str) -> tuple[float, float]:
+    """(mean, standard error) of τ relative to the bf16 drafter of the same seed."""
+    changes = [lossy / exact - 1 for lossy, exact in zip(taus[name], taus["bf16"], strict=True)]
+    error = statistics.stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else float("nan")
+    return statistics.mean(changes), error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
