@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspec.models.export import checkpoint as folders
-from deepspec.models.export import llama_cpp
+from deepspec.models.export import llama_cpp, sps
 from deepspec.models.export.checkpoint import Checkpoint, ExportError, with_head
 from deepspec.models.export.engines import ENGINES
 from deepspec.models.export.validate import Finding, validate
@@ -47,11 +47,13 @@ def export(
     gguf_type: str = "bf16",
     target_gguf: str | Path | None = None,
     draft_tokens: int | None = None,
+    sps_table: str | Path | None = None,
 ) -> Exported:
     """Write a DeepSpec checkpoint (``imports.read``) for an engine of ENGINES into the folder ``output``.
 
-    ``head`` adds the target's embedding and head; ``target`` is its text config, to be compared with. Raises
-    RefusedError, with nothing written, for what the engine would refuse or get wrong.
+    ``head`` adds the target's embedding and head; ``target`` is its text config, to be compared with; ``sps_table``
+    is a file of ``deepspec.eval.profile`` to go with the export. Raises RefusedError, with nothing written, for what
+    the engine would refuse or get wrong.
     """
     row = ENGINES.get(engine)
     if row is None:
@@ -60,6 +62,8 @@ def export(
     findings = validate(made, row, target=target, draft_tokens=draft_tokens)
     if any(finding.level == "error" for finding in findings):
         raise RefusedError(engine, findings)
+    if sps_table is not None:
+        sps.check(sps_table, source)
     path, named = Path(output), target_name or made.metadata.get("target", {}).get("name") or "TARGET"
     if engine == "gguf":
         path = llama_cpp.write(made, path, gguf_type, None if target_gguf is None else Path(target_gguf))
@@ -67,4 +71,6 @@ def export(
         named = named if target_gguf is None else str(target_gguf)
     else:
         folders.write(made, path)
+    if sps_table is not None:
+        sps.write(sps_table, path.parent if engine == "gguf" else path)
     return Exported(path, row.command(made, path, named), findings)

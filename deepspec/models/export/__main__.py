@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepspec.models.export import ENGINES, Checkpoint, ExportError, Finding, export, imports, llama_cpp, validate
+from deepspec.models.export import ENGINES, Checkpoint, ExportError, Finding, export, imports, llama_cpp, sps, validate
 from deepspec.models.export import checkpoint as folders
 from deepspec.models.frozen_head import FrozenHead
 
@@ -43,6 +43,9 @@ def parser() -> argparse.ArgumentParser:
         "--target-gguf", type=Path, metavar="FILE", help="the target for llama.cpp; its tokenizer is copied"
     )
     out.add_argument("--gguf-type", choices=llama_cpp.TYPES, default="bf16", help="of the GGUF file's matrices (bf16)")
+    out.add_argument(
+        "--sps", type=Path, metavar="FILE", help="the target's steps per second (deepspec.eval.profile), to go with it"
+    )
     out.add_argument("--num-speculative-tokens", type=int, metavar="N", help="check that the drafter can draft N")
     out.add_argument("--taps", type=int, nargs="+", metavar="K", help="zero-based layers of an imported EAGLE-3 file")
     out.add_argument("--check", action="store_true", help="only say what the engine would refuse; write nothing")
@@ -80,6 +83,7 @@ def _run(options: argparse.Namespace) -> int:
                 gguf_type=options.gguf_type,
                 target_gguf=options.target_gguf,
                 draft_tokens=options.num_speculative_tokens,
+                sps_table=options.sps,
             )
         except ExportError as error:
             if not options.all:
@@ -99,6 +103,8 @@ def _report(engine: str, findings: Sequence[Finding]) -> None:
 
 def _check(options: argparse.Namespace, engines: Sequence[str], target: Mapping[str, Any] | None) -> int:
     found = folders.read(options.drafter)
+    if options.sps is not None:
+        sps.check(options.sps, found)
     failed = False
     for engine in engines:
         findings = validate(found, ENGINES[engine], target=target, draft_tokens=options.num_speculative_tokens)
