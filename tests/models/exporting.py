@@ -60,15 +60,15 @@ def zlab(source, **changes):
     return folders.Checkpoint(config, source.tensors)
 
 
-def write_target_gguf(path):
+def write_target_gguf(path, vocab=VOCAB):
     """The least of a target that an export reads: its tokenizer."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(VOCAB)])
-    writer.add_token_types([1] * VOCAB)
+    writer.add_token_list([f"t{i}" for i in range(vocab)])
+    writer.add_token_types([1] * vocab)
     writer.add_bos_token_id(0)
     writer.add_add_bos_token(False)
-    writer.add_tensor("token_embd.weight", np.zeros((VOCAB, 32), np.float32))
+    writer.add_tensor("token_embd.weight", np.zeros((vocab, 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
