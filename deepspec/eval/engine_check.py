@@ -24,6 +24,7 @@ from deepspec.eval.summary import Variant
 from deepspec.eval.table import Table
 from deepspec.files import provenance, write_json
 from deepspec.models import drafter as checkpoints
+from deepspec.models.block_drafter import BlockDrafter
 from deepspec.models.export import export, imports, llama_cpp
 from deepspec.models.frozen_head import FrozenHead
 from deepspec.models.sampling import Sampling
@@ -197,6 +198,8 @@ def _llama(
 def _evaluate(target: Target, item: choose.Candidate, plan: Plan, config: RunConfig, output: Path) -> list[Record]:
     """The evaluator's records of the same prompts, its drafts greedy as an engine's are; resumable."""
     drafter = checkpoints.load(item.folder, FrozenHead.of(target))
+    if isinstance(drafter, BlockDrafter):
+        drafter.shortlist = 0  # the whole vocabulary, as engines do
     facts = {"folder": str(item.folder), "fingerprint": item.fingerprint()}
     variant = Variant(item.label, item.kind, drafter.block_size, 1, draft="greedy", drafter=facts)
     decoded = Session(target, config, output).decode(variant, drafter, plan.asks)
