@@ -217,7 +217,7 @@ def figures(target: Target, cases: Sequence[Case]) -> dict[str, Any]:
     if ours:
         out["agreement"] = exactness.check(target, ours, plain, lambda record: ids[record.key])
         out["engine"] = counts((case.drafted.offered or 0, case.drafted.accepted or 0) for case in cases)
-        out["evaluator"] = counts(pair[:2] for record in ours for pair in record.rounds)
+        out["evaluator"] = counts((each[0], accepted_there(*each)) for record in ours for each in record.rounds)
     return out
 
 
@@ -228,9 +228,14 @@ def as_record(question: Question, answer: Answer) -> Record:
     )
 
 
+def accepted_there(offered: int, accepted: int, committed: int) -> int:
+    """What llama.cpp counts of a round that the evaluator wrote down: it ends at an accepted stop token and takes that
+    for the target's own, unless it is the last of the block."""
+    return accepted if committed > accepted or committed == offered else committed - 1
+
+
 def counts(pairs: Iterable[Sequence[int]]) -> dict[str, int]:
-    """Draft tokens offered and accepted, over (offered, accepted) of answers or rounds. A token that was accepted
-    behind a stop token counts, as it does in engines."""
+    """Draft tokens offered and accepted, over (offered, accepted) of answers or rounds."""
     listed = list(pairs)
     return {"offered": sum(pair[0] for pair in listed), "accepted": sum(pair[1] for pair in listed)}
 

@@ -49,7 +49,9 @@ def answers(place, target):
         for done in generate(target, prompts, max_new_tokens=TOKENS, **options):
             drafts = {
                 "draft_n": sum(each.proposed for each in done.rounds),
-                "draft_n_accepted": sum(each.accepted for each in done.rounds),
+                "draft_n_accepted": sum(
+                    engine_check.accepted_there(each.proposed, each.accepted, each.committed) for each in done.rounds
+                ),
             }
             key = " ".join(map(str, prompts[done.index]))
             out[name][key] = {"tokens": done.tokens, "timings": drafts if name == "drafted" else {}}
@@ -116,6 +118,15 @@ def test_acceptance_may_differ_by_three_percent(factor, status):
     row["engine"] = {"offered": 10000, "accepted": round(2500 * factor)}
     assert engine_check.passed(row) == (status == 0)
     assert engine_check.difference(row) == pytest.approx(factor - 1)
+
+
+@pytest.mark.parametrize(
+    ("each", "count"),
+    [((5, 2, 3), 2), ((5, 0, 1), 0), ((5, 2, 2), 1), ((5, 4, 1), 0), ((5, 5, 5), 5), ((5, 5, 4), 3), ((0, 0, 1), 0)],
+)
+def test_an_accepted_stop_token_counts_as_in_llama_cpp(each, count):
+    """(offered, accepted, committed): committed ≤ accepted where a stop token among the accepted ones cut the round."""
+    assert engine_check.accepted_there(*each) == count
 
 
 def test_an_engine_that_drafts_nothing_proves_nothing(place, answers, tmp_path, capsys):
