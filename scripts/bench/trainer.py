@@ -67,7 +67,7 @@ def micros(args: argparse.Namespace, rank: int, ranks: int) -> list[DraftBatch]:
 
 def bare_step(module: Objective, batches: list[DraftBatch], lr: float) -> Callable[[], None]:
     """The loop without an engine: backward, clip, AdamW."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=0.0, fused=True)
 
     def step() -> None:
         total = torch.stack([denominators(b, module.drafter.config, module.weights) for b in batches]).sum()
@@ -83,7 +83,7 @@ def bare_step(module: Objective, batches: list[DraftBatch], lr: float) -> Callab
 
 def engine_step(module: Objective, batches: list[DraftBatch], lr: float, zero: int) -> Callable[[], None]:
     """The trainer's step through DeepSpeed."""
-    cfg = EngineConfig(zero=zero)
+    cfg = EngineConfig(zero=zero, precision="fp32")
     engines.start(cfg, CPU)
     engine = engines.Engine(module, cfg, OptimConfig(), CPU)
 
