@@ -85,7 +85,10 @@ def rows_for(cfg: DataPipelineConfig, target: Target, tokens: int) -> int:
 
 
 def measure_build(cfg: DataPipelineConfig, target: Target, folder: Path) -> dict[str, Any]:
-    """Tokens per second of the build and of the bare forward over the same batches, interleaved shard by shard."""
+    """Tokens per second of the build and of the bare forward over the same batches.
+
+    The forward makes log-normalisers where the recipe asks for them (`cache.log_normaliser=false` leaves them out).
+    """
     responses = Responses(cfg.responses_dir, cfg.cache.limit)
     plan = Plan.of(cfg.cache, responses, cfg.target.thinking)
     found, _ = encode_rows(target.tokenizer, responses.rows(0, len(responses)), plan.settings)
@@ -96,10 +99,11 @@ def measure_build(cfg: DataPipelineConfig, target: Target, folder: Path) -> dict
         groups += [[shard[index] for index in group] for group in chosen]
     tokens = sum(len(row) for row in found)
     padded = sum(max(len(row) for row in group) * len(group) for group in groups)
-    capture(target, groups[-1])
+    known = cfg.cache.log_normaliser
+    capture(target, groups[-1], log_normaliser=known)
     started = time.perf_counter()
     for group in groups:
-        capture(target, group)
+        capture(target, group, log_normaliser=known)
     bare = time.perf_counter() - started
     own = replace(cfg, cache=replace(cfg.cache, codec="bf16", folder=str(folder / "bf16")))
     started = time.perf_counter()
