@@ -1,6 +1,6 @@
 """Does sampling with a real drafter leave a real target's distribution as it is? A chi-square test.
 
-    python scripts/check_lossless.py --drafter runs/smollm2-135m/drafters/dspark [--samples 3000] [--top-k 6]
+    python scripts/check_lossless.py --drafter runs/smollm2-135m/drafters/dspark [--samples 800] [--top-k 4]
 
 Answers of three tokens to one prompt are counted and compared with the exact joint distribution of the target at
 temperature 1 under top-k, from one forward over every pair of first tokens. Exit status 1 when it is rejected. The
@@ -63,8 +63,8 @@ def main() -> int:
     """Sample with the drafter and without, compare both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafter", help="folder (default: the newest under runs/)")
-    parser.add_argument("--samples", type=int, default=3000)
-    parser.add_argument("--top-k", type=int, default=6)
+    parser.add_argument("--samples", type=int, default=800)
+    parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=64)
     options = parser.parse_args()
     candidate = choose.candidates([options.drafter] if options.drafter else [])[0]
