@@ -33,7 +33,9 @@ def saved(folder, dtype=torch.bfloat16, **options):
 
 def speculators(source, kind="dspark", **changes):
     """``source`` as speculators writes it: nested layer config, aux ids k + 1, the verifier's copies beside it."""
-    layer = {name: source.config[name] for name in imports._LAYER_FIELDS if name in source.config}
+    layer = {
+        name: source.config[name] for name in ("num_hidden_layers", *folders.LAYER_FIELDS) if name in source.config
+    }
     config = dict(
         architectures=["DSparkDraftModel"],
         speculators_model_type=kind,
@@ -51,7 +53,9 @@ def zlab(source, **changes):
     """``source`` as z-lab publishes DFlash; ``changes`` are of its dflash_config."""
     nested = dict(mask_token_id=source.config["mask_token_id"], target_layer_ids=list(source.taps))
     fields = {
-        name: source.config[name] for name in (*imports._LAYER_FIELDS, "rope_parameters") if name in source.config
+        name: source.config[name]
+        for name in (*("num_hidden_layers", *folders.LAYER_FIELDS), "rope_parameters")
+        if name in source.config
     }
     config = fields | dict(
         architectures=["DFlashDraftModel"], model_type="qwen3", block_size=source.block_size, dflash_config=nested

@@ -19,6 +19,22 @@ CONFIG, WEIGHTS, CALIBRATION = "config.json", "model.safetensors", "deepspec_cal
 EMBED, HEAD, MASK = "embed_tokens.weight", "lm_head.weight", "mask_embedding"
 W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
+# Config fields that every layout spells alike, but for the number of layers.
+LAYER_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+)
 
 
 class ExportError(ValueError):

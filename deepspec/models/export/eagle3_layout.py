@@ -2,29 +2,13 @@
 
 from typing import Any
 
-from deepspec.models.export.checkpoint import Checkpoint, older_rope_fields, rope_fields
+from deepspec.models.export.checkpoint import LAYER_FIELDS, Checkpoint, older_rope_fields, rope_fields
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 NATIVE = "Qwen3Eagle3Model"
 # (ours, published): prefixes of tensor names.
 RENAMES = (("layers.0.", "midlayer."),)
-_COPIED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "dtype",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "num_target_layers",
-)
+_COPIED = (*LAYER_FIELDS, "dtype", "num_target_layers")
 
 
 def rename(name: str) -> str:

@@ -14,28 +14,12 @@ from torch import Tensor
 from deepspec.models.draft_config import ARCHITECTURES
 from deepspec.models.export import checkpoint as folders
 from deepspec.models.export import eagle3_layout
-from deepspec.models.export.checkpoint import EMBED, HEAD, Checkpoint, ExportError, rope_fields
+from deepspec.models.export.checkpoint import EMBED, HEAD, LAYER_FIELDS, Checkpoint, ExportError, rope_fields
 from deepspec.models.frozen_head import FrozenHead
 
 _EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
 # Tensors of others that carry nothing of the drafter: the verifier's copies, and placeholders that no forward reads.
 _DROPPED = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.", "mask_embedding")
-_LAYER_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-)
 _HEAD_FIELDS = (
     "block_size",
     "mask_token_id",
@@ -110,7 +94,7 @@ def _close(ours_VD: Tensor, theirs_VD: Tensor) -> bool:
 def _native(source: Mapping[str, Any], architecture: str, taps: Sequence[int]) -> dict[str, Any]:
     """Config fields common to every import; ``source`` holds the layers' shapes."""
     layers = int(source["num_hidden_layers"])
-    fields = {name: source[name] for name in _LAYER_FIELDS if name in source}
+    fields = {name: source[name] for name in ("num_hidden_layers", *LAYER_FIELDS) if name in source}
     fields.setdefault("head_dim", source["hidden_size"] // source["num_attention_heads"])
     return fields | {
         "architectures": [architecture],
