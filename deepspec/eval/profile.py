@@ -1,7 +1,8 @@
 """``python -m deepspec.eval.profile``: measure SPS(B), the target's steps per second against the tokens of a step.
 
 One step is what a verification is: the target's pass over B new tokens behind a context, logits of all of them, argmax.
-The table feeds the schedulers and the simulator; ``--import`` turns a CSV measured elsewhere into the same file.
+With ``--drafter`` also what drafting adds to a round, by the number of requests. The table feeds the schedulers and the
+simulator; ``--import`` turns a CSV measured elsewhere into the same file.
 """
 
 import argparse
@@ -9,18 +10,24 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.optimize import nnls
 
 from deepspec.eval.sps import SPSProfile, SPSTable, load_profile
 from deepspec.files import provenance
+from deepspec.models import drafter as checkpoints
+from deepspec.models.decode import Timings, generate
+from deepspec.models.frozen_head import FrozenHead
 from deepspec.models.kv_cache import KVCache
 from deepspec.models.target import Target
 
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_ROUNDS = 12  # tokens that each request decodes while drafting is timed: of random prompts, about as many rounds
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,36 @@ def measure(target: Target, how: Measuring, progress: Callable[[str], None] = la
         "provenance": provenance(),
     }
     return SPSProfile(tuple(tables), details)
+
+
+def measure_drafting(target: Target, drafter: Any, how: Measuring) -> dict[str, Any]:
+    """What a round of the decoder takes besides the target's pass: proposing, taking in what was verified, bookkeeping.
+
+    Timed in ``generate`` itself, for 1, 2, 4, … requests up to those of the largest step, behind the longest context.
+    Returns ``draft_seconds`` and ``draft_row_seconds`` (``fit_drafting``) and the points they come from, ``drafting``.
+    """
+    most, context = -(-how.sizes[-1] // how.width), max(1, how.contexts[-1])
+    counts = sorted({*(2**power for power in range(most.bit_length()) if 2**power < most), most})
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(0, target.vocab_size, (most, context), generator=generator).tolist()
+    points = []
+    for requests in counts:
+        samples = []
+        for _ in range(1 + max(1, how.repeats // 2)):  # the first warms up
+            timings = Timings()
+            options = {"batch_size": requests, "max_new_tokens": _ROUNDS, "stop_ids": (), "timings": timings}
+            list(generate(target, prompts[:requests], drafter=drafter, **options))
+            samples.append((timings.draft + timings.other) / timings.rounds)
+        points.append({"requests": requests, "seconds": statistics.median(samples[1:])})
+    base, each = fit_drafting(points)
+    return {"draft_seconds": base, "draft_row_seconds": each, "drafting": points}
+
+
+def fit_drafting(points: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """Seconds of a step and of each request in it: least squares over the points, neither negative."""
+    design = np.array([[1.0, point["requests"]] for point in points])
+    (base, each), _ = nnls(design, np.array([point["seconds"] for point in points]))
+    return float(base), float(each)
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -163,6 +200,11 @@ def render(profile: SPSProfile) -> str:
             spread = spreads.get((table.context, size))
             shown = "" if spread is None else f"{spread:>7.1%}"
             lines.append(f"{size:>8}{rate:>10.2f}{1e3 / rate:>10.2f}{rate * size:>10.0f} {shown}")
+    if "drafting" in profile.details:
+        shown = ", ".join(
+            f"{1e3 * point['seconds']:.1f} ({point['requests']})" for point in profile.details["drafting"]
+        )
+        lines.append(f"drafting with {profile.details['drafter']}, ms a step (requests): {shown}")
     return "\n".join(lines)
 
 
@@ -174,6 +216,7 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     out = argparse.ArgumentParser(prog="python -m deepspec.eval.profile", description=__doc__)
     out.add_argument("--target", help="recipe, folder or hub id")
+    out.add_argument("--drafter", metavar="DIR", help="time drafting too; its target is the default")
     out.add_argument("--import", dest="imported", type=Path, metavar="CSV", help="take a table measured elsewhere")
     out.add_argument("--sizes", type=_numbers, default=SIZES, metavar="1,2,4", help="tokens of a step")
     out.add_argument("--contexts", type=_numbers, default=(256,), metavar="256,1024", help="cached tokens")
@@ -187,19 +230,30 @@ def parser() -> argparse.ArgumentParser:
 
 def run(options: argparse.Namespace) -> SPSProfile:
     """Measure or import, print, write."""
-    if (options.target is None) == (options.imported is None):
-        raise ValueError("pass --target NAME to measure, or --import CSV to take a table measured elsewhere")
+    if (options.target is None and options.drafter is None) == (options.imported is None):
+        raise ValueError(
+            "pass --target NAME (or --drafter DIR, whose target it is) to measure, or --import CSV to take a table "
+            "measured elsewhere"
+        )
     output: Path | None = options.output
     if options.imported is not None:
         profile = load_profile(options.imported)
         output = output or options.imported.with_suffix(".json")
     else:
-        from deepspec.eval.choose import target_config
+        from deepspec.eval import choose
 
         how = Measuring(options.sizes, options.contexts, options.width, options.repeats)
-        cfg: Any = target_config(options.target, [], options.dtype, False)
+        chosen = [] if options.drafter is None else choose.candidates([options.drafter])
+        cfg: Any = choose.target_config(options.target, chosen, options.dtype, False)
         target = Target.load(cfg, options.device)
+        for candidate in chosen:
+            choose.check_fit(candidate, target, bool(candidate.thinking), allow_mismatch=False)
         profile = measure(target, how, lambda text: print(text, file=sys.stderr))
+        for candidate in chosen:
+            drafter = checkpoints.load(candidate.folder, FrozenHead.of(target))
+            print(f"drafting of {candidate.label}", file=sys.stderr)
+            timed = measure_drafting(target, drafter, how)
+            profile = replace(profile, details={**profile.details, "drafter": candidate.label, **timed})
         output = output or Path("runs") / cfg.name / "sps.json"
     print(render(profile))
     profile.save(output)

@@ -149,18 +149,20 @@ class Session:
             "seed": self.config.seed,
         }
         if self._scheduled(variant):  # only then, so that records of earlier versions keep their key
-            fields |= {"schedule": self.config.schedule, "sps": sha256_file(str(self.config.sps))}
+            table = sha256_file(str(self.config.sps))
+            fields |= {"schedule": self.config.schedule, "sps": table, "batch": variant.batch}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     def _scheduled(self, variant: Variant) -> bool:
         return self.config.schedule is not None and bool(variant.drafter.get("confidence"))
 
     def _schedule(self, variant: Variant, asks: Sequence[Ask]) -> Scheduler | None:
-        """A fresh scheduler with the table of these prompts' context, half of the answer included."""
+        """A fresh scheduler with the table of these prompts' context, half of the answer included, and drafting."""
         if not self._scheduled(variant):
             return None
         context = sum(len(ask.ids) for ask in asks) // len(asks) + self.config.max_new_tokens // 2
-        return make_schedule(str(self.config.schedule), sps=load_profile(str(self.config.sps)).at(context))
+        table = load_profile(str(self.config.sps)).rounds_at(context, min(variant.batch, len(asks)))
+        return make_schedule(str(self.config.schedule), sps=table)
 
     def _threshold(self, variant: Variant) -> float | None:
         return self.config.confidence_threshold if variant.drafter.get("confidence") else None

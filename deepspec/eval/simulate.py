@@ -17,10 +17,11 @@ from deepspec.eval.calibration import scale
 from deepspec.eval.replay import DOMAINS, Stream, record, stream_of, synthetic
 from deepspec.eval.rounds import read_rounds
 from deepspec.eval.simulation import POLICIES, Outcome, Serving, policy_of, simulate
-from deepspec.eval.sps import SPSTable, load_profile, roofline
+from deepspec.eval.sps import SPSProfile, SPSTable, load_profile, roofline
 from deepspec.files import provenance, read_json, write_json
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+COSTS = ("draft_seconds", "draft_row_seconds", "mtp_draft_seconds", "prefill_tokens_per_second")
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 
 
@@ -146,8 +147,9 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("--concurrency", type=_numbers, default=list(CONCURRENCIES), metavar="1,2,4")
     server.add_argument("--arrival-rate", type=float, default=0.0, help="requests/s; 0: always more than fit")
     defaults = Serving()
-    for name in ("draft_seconds", "draft_row_seconds", "mtp_draft_seconds", "prefill_tokens_per_second"):
-        server.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(defaults, name))
+    for name in COSTS:
+        default = f"default: the profile's, else {getattr(defaults, name):g}"
+        server.add_argument(f"--{name.replace('_', '-')}", type=float, help=default)
     server.add_argument("--padded", action="store_true", help="a step costs its rectangle (DeepSpec's own decoder)")
     policy = parser.add_argument_group("policies")
     policy.add_argument("--policies", default=",".join(POLICIES), help="comma-separated")
@@ -163,16 +165,14 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     if unknown := [name for name in policies if name not in POLICIES]:
         raise ValueError(f"unknown policies {', '.join(unknown)}; choose from {', '.join(POLICIES)}")
     stream, source = _stream(options)
-    table = roofline() if options.sps is None else load_profile(options.sps).at(options.context)
+    profile = SPSProfile((roofline(),)) if options.sps is None else load_profile(options.sps)
+    table = profile.at(options.context)
     serving = Serving(
         requests=options.requests,
         arrival_rate=options.arrival_rate,
-        draft_seconds=options.draft_seconds,
-        draft_row_seconds=options.draft_row_seconds,
-        mtp_draft_seconds=options.mtp_draft_seconds,
-        prefill_tokens_per_second=options.prefill_tokens_per_second,
         padded=options.padded,
         seed=options.seed,
+        **_costs(options, profile),
     )
     outcomes = sweep(
         stream, table, serving, policies=policies, concurrencies=options.concurrency, lengths=options.lengths
@@ -181,6 +181,16 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.output is not None:
         _write(options.output, outcomes, {"requests": source, "sps": table.source, "serving": asdict(serving)})
     return outcomes
+
+
+def _costs(options: argparse.Namespace, profile: SPSProfile) -> dict[str, Any]:
+    """Costs beside the target's steps: what the command line says, else what was profiled."""
+    given = {name: getattr(options, name) for name in COSTS}
+    return {
+        name: float(value if value is not None else profile.details[name])
+        for name, value in given.items()
+        if value is not None or name in profile.details
+    }
 
 
 def _write(folder: Path, outcomes: list[dict[str, Any]], about: dict[str, Any]) -> None:

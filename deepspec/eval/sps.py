@@ -115,6 +115,15 @@ class SPSProfile:
         """The table of the smallest measured context that covers ``context``, else the longest one."""
         return next((table for table in self.tables if table.context >= context), self.tables[-1])
 
+    def drafting(self, requests: int) -> float:
+        """Seconds that drafting adds to a step of so many requests; 0 where no drafter was profiled."""
+        base, each = (float(self.details.get(name, 0.0)) for name in ("draft_seconds", "draft_row_seconds"))
+        return base + each * requests
+
+    def rounds_at(self, context: int, requests: int) -> SPSTable:
+        """What a scheduler of this engine sees: ``at(context)`` with the drafting of ``requests`` in every step."""
+        return self.at(context).with_overhead(self.drafting(requests))
+
     def save(self, path: str | Path) -> None:
         """Write .json (with details) or .csv (rows only), chosen by the suffix, atomically."""
         path = Path(path)

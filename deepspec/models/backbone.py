@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from deepspec.models.attention import attend
@@ -185,12 +186,30 @@ class Backbone(nn.Module):
         pairs: list[KeysValues] = [layer.self_attn.keys_values(features_BSD, rope) for layer in self.layers]  # type: ignore
         return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in pairs]
 
-    def forward(self, x_BQD: Tensor, positions_BQ: Tensor, contexts: Sequence[KeysValues], blocks: Blocks) -> Tensor:
-        """Hidden states [B, Q, D] after the final norm (the head's input) of block inputs at absolute positions."""
+    def forward(
+        self,
+        x_BQD: Tensor,
+        positions_BQ: Tensor,
+        contexts: Sequence[KeysValues],
+        blocks: Blocks,
+        recompute: bool = False,
+    ) -> Tensor:
+        """Hidden states [B, Q, D] after the final norm (the head's input) of block inputs at absolute positions.
+
+        ``recompute`` keeps only the layers' inputs for backward, see ``recomputed``.
+        """
         rope = self.rotary(x_BQD, positions_BQ)
         for layer, context in zip(self.layers, contexts, strict=True):
-            x_BQD = layer(x_BQD, rope, context, blocks)
+            arguments = (x_BQD, rope, context, blocks)
+            x_BQD = recomputed(layer, *arguments) if recompute else layer(*arguments)
         return self.norm(x_BQD)
+
+
+def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)`` whose activations are not kept but made again in backward; no randomness inside."""
+    if not torch.is_grad_enabled():
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def initialise(module: nn.Module, std: float) -> None:

@@ -103,7 +103,7 @@ class BlockDrafter(TrainedDrafter):
         rows, count = anchor_tokens_BN.shape
         masks = self.embed_mask().expand(rows, count, self.block_size - 1, -1)
         inputs_BNGD = torch.cat([self.embed(anchor_tokens_BN)[:, :, None], masks], 2)
-        return self.backbone(inputs_BNGD.flatten(1, 2), positions_BQ, contexts, blocks)
+        return self.backbone(inputs_BNGD.flatten(1, 2), positions_BQ, contexts, blocks, self.recompute)
 
     def _confidence(self, hidden: Tensor, previous: Tensor | None) -> Tensor | None:
         if self.confidence_head is None:

@@ -28,6 +28,7 @@ class TrainedDrafter(nn.Module, abc.ABC):
         self.taps: tuple[int, ...] = tuple(hf_config.target_layer_ids)
         self.block_size = config.block_size
         self.metadata: dict[str, Any] = {}  # the checkpoint's ``deepspec`` object, where it was loaded from one
+        self.recompute = False  # layers' activations are made again in backward instead of kept (EngineConfig)
         self.temperatures: tuple[float, ...] | None = None  # of the confidence logits, one per position (STS)
         self.vocabulary = DraftVocabulary(head.vocab_size, draft_ids)
         # Trained in float32 whatever the head's dtype, like every other weight.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from deepspec.models.backbone import DraftLayer, KeysValues, Rope, Rotary, initialise, layer_style
+from deepspec.models.backbone import DraftLayer, KeysValues, Rope, Rotary, initialise, layer_style, recomputed
 from deepspec.models.draft_config import style_of
 from deepspec.models.drafter_base import DraftState, TrainedDrafter
 from deepspec.models.drafter_config import DrafterConfig
@@ -90,7 +90,8 @@ class Eagle3Drafter(TrainedDrafter):
             else:
                 own.append(keys_values)
             blocks = Blocks(start_BS, end_BS, queries=1, own=len(own))
-            hidden_BSD = self._attend(hidden_BSD, x_BSE, rope, context, own, blocks)
+            arguments = (hidden_BSD, x_BSE, rope, context, tuple(own), blocks)
+            hidden_BSD = recomputed(self._attend, *arguments) if self.recompute else self._attend(*arguments)
             steps.append(self.norm(hidden_BSD))
         return Eagle3Output(torch.stack(steps))
 
@@ -100,7 +101,7 @@ class Eagle3Drafter(TrainedDrafter):
         x_BQE: Tensor,
         rope: Rope,
         context: KeysValues,
-        own: list[KeysValues],
+        own: Sequence[KeysValues],
         blocks: Blocks,
     ) -> Tensor:
         """The layer's output for fused inputs that see ``context`` and, each, its keys of the steps in ``own``."""

@@ -120,12 +120,15 @@ class EngineConfig:
 
     zero           ZeRO stage: what is split over ranks (1 optimizer state, 2 and gradients, 3 and weights)
     cpu_offload    optimizer state in host memory (stages 1 to 3)
+    recompute      make the draft layers' activations again in backward instead of keeping them: less memory, more
+                   time; not with ZeRO 3, which has released the weights by then
     timeout        seconds a rank waits for the others before it gives up on them
     """
 
     precision: str = "auto"
     zero: int = 1
     cpu_offload: bool = False
+    recompute: bool = False
     bucket_mb: int = 200
     timeout: int = 1800
 
@@ -136,6 +139,11 @@ class EngineConfig:
         if self.cpu_offload and self.zero == 0:
             raise TrainConfigError(
                 "engine.cpu_offload=true contradicts engine.zero=0: offloading starts at stage 1, change one of the two"
+            )
+        if self.recompute and self.zero == 3:
+            raise TrainConfigError(
+                "engine.recompute=true contradicts engine.zero=3, which has released the weights it needs: choose "
+                "engine.zero=2"
             )
         _at_least("engine.bucket_mb", self.bucket_mb, 1)
         _at_least("engine.timeout", self.timeout, 1)

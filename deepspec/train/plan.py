@@ -73,7 +73,7 @@ def _memory(run: Prepared, parameters: int, ranks: int) -> int:
     optimizer = 0 if engine.cpu_offload else parameters * 12 // split[0]
     model = parameters * width // split[2] + parameters * 4 // split[1] + optimizer
     head = drafter.head.head_VD.numel() * width * (1 if drafter.head.tied else 2)
-    values = len(drafter.taps) + 1 + 4 * (run.cfg.drafter.layers or 1)
+    values = len(drafter.taps) + 1 + (1 if engine.recompute else 4) * (run.cfg.drafter.layers or 1)
     states = run.cfg.data.micro_tokens * drafter.hf_config.hidden_size * width * values
     return model + head + states + (CPU_CHUNK_BYTES if run.device.type == "cpu" else DEVICE_CHUNK_BYTES)
 

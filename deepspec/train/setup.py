@@ -110,6 +110,7 @@ def prepare(cfg: TrainConfig, device: torch.device, dtype: torch.dtype) -> Prepa
     if state is not None and not cfg.train.dry_run:
         checkpoint.check_identity(state, identity(cfg, taps, loader), cfg.folder)
     drafter = _drafter(cfg, head, taps, loader, _text_config(cfg, target))
+    drafter.recompute = cfg.engine.recompute
     if state is not None and not cfg.train.dry_run:
         drafter.load_state_dict(state.kind("master"), strict=False)
     elif state is not None:

@@ -3,8 +3,9 @@
 python scripts/bench/scheduler.py overhead            microseconds for a step of 256 requests × γ 7
 python scripts/bench/scheduler.py million             wall-clock of a million simulated requests
 python scripts/bench/scheduler.py decode --drafter FOLDER --sps FILE [--batch-sizes 1,4,16,32]
-    tokens/s of the real decoder under every schedule, greedy output compared with plain decoding, and the simulator's
-    prediction from the SPS table, the measured drafting time and the recorded rounds beside each static length
+    tokens/s of the real decoder under every schedule while its batch is full, greedy output compared with plain
+    decoding, and beside each static length what the simulator predicts from the profile (made with `--drafter`) and the
+    rounds recorded with full blocks
 """
 
 import argparse
@@ -13,7 +14,8 @@ import sys
 import time
 import timeit
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from deepspec.eval.replay import DOMAINS, stream_of, synthetic
 from deepspec.eval.rounds import from_prompts
 from deepspec.eval.scheduler import make_schedule
 from deepspec.eval.simulation import Serving, policy_of, simulate
-from deepspec.eval.sps import SPSTable, load_profile, roofline
+from deepspec.eval.sps import SPSProfile, load_profile, roofline
 
 
 def overhead(requests: int = 256, block: int = 7) -> dict[str, float]:
@@ -58,31 +60,40 @@ def million(requests: int = 1_000_000, concurrency: int = 256, tokens: int = 64)
 
 @dataclass
 class Decoded:
-    """One decoding run: tokens/s after prefill, the answers, the rounds, drafting seconds for each step."""
+    """One decoding run: tokens/s without prefill while every row was busy, mean ms of a step's parts, the answers."""
 
     rate: float
-    answers: dict[int, list[int]]
+    parts: dict[str, float]
     completions: list[Any]
-    draft_seconds: float
-    steps: int
-    other_seconds: float
+
+    @property
+    def answers(self) -> dict[int, list[int]]:
+        """Tokens by prompt."""
+        return {each.index: each.tokens for each in self.completions}
 
 
 def decode_once(
     target: Any, prompts: Sequence[Sequence[int]], drafter: Any, batch: int, tokens: int, schedule: Any
 ) -> Decoded:
-    """Greedy decoding of all prompts, every one to ``tokens`` tokens so that the batch stays full."""
+    """Greedy decoding of all prompts, every one to ``tokens`` tokens.
+
+    The clock stops when the last prompts are in and a first row runs out of work: a server is not measured by how its
+    queue ends.
+    """
     from deepspec.models.decode import Timings, generate
 
-    timings = Timings()
+    timings, full = Timings(), Timings()
     options = {} if drafter is None else {"drafter": drafter, "schedule": schedule}
-    found = list(
-        generate(target, prompts, max_new_tokens=tokens, batch_size=batch, stop_ids=(), timings=timings, **options)
-    )
-    busy = timings.draft + timings.verify + timings.other
-    rate = (timings.tokens - len(prompts)) / busy
-    answers = {each.index: each.tokens for each in found}
-    return Decoded(rate, answers, found, timings.draft / timings.rounds, timings.rounds, timings.other / timings.rounds)
+    found = []
+    for each in generate(
+        target, prompts, max_new_tokens=tokens, batch_size=batch, stop_ids=(), timings=timings, **options
+    ):
+        found.append(each)
+        if len(found) == len(prompts) - batch + 1:
+            full = replace(timings)
+    busy = full.draft + full.verify + full.other
+    parts = {name: 1e3 * getattr(full, name) / full.rounds for name in ("draft", "verify", "other")}
+    return Decoded((full.tokens - len(prompts)) / busy, parts, found)
 
 
 def decode(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -99,54 +110,57 @@ def decode(options: argparse.Namespace) -> list[dict[str, Any]]:
     target = Target.load(cfg)
     drafter: Any = checkpoints.load(candidate.folder, FrozenHead.of(target))
     loaded = suites.load(options.suite, demo_file=demo_file([candidate], cfg.name), limit=None, seed=0)
-    turns = [prompt.turns[0] for item in loaded for prompt in item.prompts]
+    in_turn = zip_longest(*(item.prompts for item in loaded))  # a small batch sees every data set
+    turns = [prompt.turns[0] for group in in_turn for prompt in group if prompt is not None]
     profile = load_profile(options.sps)
     rows = []
     for batch in options.batch_sizes:
-        chosen = (turns * (1 + 2 * batch // len(turns)))[: 2 * batch]
+        count = max(6, 2 * batch)
+        chosen = (turns * (1 + count // len(turns)))[:count]
         prompts = [
             render_prompt(target.tokenizer, [{"role": "user", "content": turn}], cfg.thinking) for turn in chosen
         ]
         context = int(np.mean([len(prompt) for prompt in prompts])) + options.tokens // 2
-        table = profile.at(context)
         plain = decode_once(target, prompts, None, batch, options.tokens, None)
-        rows.append({"batch": batch, "schedule": "plain", "rate": plain.rate})
+        show(rows, {"batch": batch, "schedule": "plain", "rate": plain.rate, **plain.parts})
         full = None
-        for name in ("static-7", "static-5", "static-3", "static-1", "threshold", "causal", "plateau", "async"):
+        lengths = sorted({drafter.block_size, 5, 3, 1} & set(range(1, drafter.block_size + 1)), reverse=True)
+        for name in (*(f"static-{length}" for length in lengths), "threshold", "causal", "plateau", "async"):
             policy, _, length = name.partition("-")
-            seen = table if full is None else table.with_overhead(full.draft_seconds + full.other_seconds)
+            seen = profile.rounds_at(context, batch)
             schedule = make_schedule(policy, sps=seen, length=int(length or 0), threshold=0.2)
             found = decode_once(target, prompts, drafter, batch, options.tokens, schedule)
             full = full or found
-            row = {"batch": batch, "schedule": name, "rate": found.rate, "speed_up": found.rate / plain.rate}
+            row = {"batch": batch, "schedule": name, "rate": found.rate, **found.parts}
+            row["speed_up"] = found.rate / plain.rate
             row["identical"] = sum(found.answers[i] == plain.answers[i] for i in plain.answers)
             row["tau"] = float(np.mean([one.accepted + 1 for each in found.completions for one in each.rounds]))
             if length:
-                row["predicted"] = predict(full, found, table, batch, int(length), options.tokens)
+                row["predicted"] = predict(full, profile, context, batch, int(length))
                 row["error"] = row["predicted"] / found.rate - 1
-            rows.append(row)
-            print(
-                json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}),
-                flush=True,
-            )
+            show(rows, row)
     return rows
 
 
-def predict(full: Decoded, found: Decoded, table: SPSTable, batch: int, length: int, tokens: int) -> float:
+def show(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Keep and print one line."""
+    rows.append(row)
+    rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
+    print(json.dumps(rounded), flush=True)
+
+
+def predict(full: Decoded, profile: SPSProfile, context: int, batch: int, length: int) -> float:
     """Tokens/s that the simulator expects of a static length, from the rounds recorded with full blocks."""
     rounds = from_prompts(
         [(one.proposed, one.accepted, one.confidence) for one in each.rounds if one.confidence is not None]
         for each in full.completions
     )
-    stream = stream_of(rounds)
     serving = Serving(
-        requests=20 * batch,
-        concurrency=batch,
-        draft_seconds=found.draft_seconds + found.other_seconds,
-        draft_row_seconds=0,
+        requests=20 * batch, concurrency=batch, draft_seconds=profile.drafting(batch), draft_row_seconds=0
     )
+    table = profile.at(context)
     scheduler = policy_of("static", table, length=length, threshold=0.5)
-    return simulate(stream, "static", table, serving, scheduler=scheduler).throughput
+    return simulate(stream_of(rounds), "static", table, serving, scheduler=scheduler).throughput
 
 
 def main() -> None:
@@ -165,6 +179,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "decode" and (options.drafter is None or options.sps is None):
         parser.error("decode needs --drafter and --sps")
+    if options.what == "decode" and "drafting" not in load_profile(options.sps).details:
+        parser.error(f"{options.sps} has no drafting: profile with --drafter {options.drafter}")
     result: Any = {"overhead": overhead, "million": million}.get(options.what, lambda: decode(options))()
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -6,6 +6,7 @@
     python scripts/bench/train_step.py --loss          the fused loss alone on 3 584 rows
     python scripts/bench/train_step.py --profile       phases of a step, and attention by itself
     python scripts/bench/train_step.py --compile       the step with a compiled drafter
+    python scripts/bench/train_step.py --recompute     the bars with `engine.recompute=true`
 
 Each variant runs in its own process, one after another; run it on an idle machine. Memory is the high-water mark of
 resident memory during steps, above that of the same process once weights, gradients, optimizer state and batch exist
@@ -60,7 +61,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--manner", choices=sorted(reference.ATTENTION), default="eager", help="of the reference")
     parser.add_argument("--chunk-mib", type=int, help="memory of the fused loss's logits; default: its own")
     parser.add_argument("--output", help="JSON file for the numbers")
-    for mode in ("quick", "table", "loss", "profile", "compile"):
+    for mode in ("quick", "table", "loss", "profile", "compile", "recompute"):
         parser.add_argument(f"--{mode}", action="store_true")
     parser.add_argument("--worker", choices=["fused", "reference", "loss"], help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -231,6 +232,7 @@ def attention_seconds(args: argparse.Namespace, model: BlockDrafter, batch: Draf
 def work_step(args: argparse.Namespace) -> dict[str, Any]:
     """One process: set up, one step to warm up, timed steps, memory above the set-up."""
     model, batch = make_drafter(args), make_batch(args)
+    model.recompute = args.recompute
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -299,7 +301,7 @@ def spawn(args: argparse.Namespace, worker: str, **changes: Any) -> dict[str, An
         command += [f"--{name}", str(options[name])]
     command += ["--vocab", str(options["vocab"]), "--manner", args.manner]
     command += ["--chunk-mib", str(args.chunk_mib)] if args.chunk_mib else []
-    command += [f"--{name}" for name in ("profile", "compile") if options[name]]
+    command += [f"--{name}" for name in ("profile", "compile", "recompute") if options[name]]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     return {"variant": worker, "vocab": options["vocab"], **json.loads(done.stdout.splitlines()[-1])}
 

@@ -7,7 +7,7 @@ import pytest
 
 from deepspec.eval import profile
 from deepspec.eval.sps import SPSProfile, SPSTable, SPSTableError, load_profile, roofline
-from tests.eval.tiny_run import save_target
+from tests.eval.tiny_run import save_drafter, save_target
 
 TABLE = SPSTable((2, 4, 8), (100.0, 80.0, 50.0))
 
@@ -120,3 +120,37 @@ def test_command_line(tmp_path, capsys) -> None:
     assert "--import CSV" in errors
     assert "ascending" in errors
     assert "exceed the 512 positions" in errors
+
+
+def test_drafting_is_timed_with_its_target(tmp_path, capsys) -> None:
+    """What a round of the decoder takes beside the target's pass, as a line over the number of requests."""
+    folder = save_target(tmp_path / "tiny")
+    drafter = save_drafter(tmp_path / "drafters" / "own" / "best", folder)
+    arguments = ["--target", str(folder), "--sizes", "1,13", "--contexts", "20", "--width", "4", "--repeats", "2"]
+    arguments += ["--device", "cpu", "--output", str(tmp_path / "sps.json"), "--drafter", str(drafter)]
+    assert profile.main(arguments) == 0
+    assert "drafting with own, ms a step (requests): " in capsys.readouterr().out
+    measured = load_profile(tmp_path / "sps.json")
+    points = measured.details["drafting"]
+    assert [point["requests"] for point in points] == [1, 2, 4]
+    assert all(point["seconds"] > 0 for point in points)
+    assert (measured.details["draft_seconds"], measured.details["draft_row_seconds"]) == profile.fit_drafting(points)
+    assert profile.main(["--import", str(tmp_path / "x.csv"), "--drafter", str(drafter)]) == 2
+    assert "or --import CSV" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "line"),
+    [((10.0, 12.0, 16.0), (8.0, 2.0)), ((7.0, 6.0, 2.0), (5.0, 0.0)), ((1.0, 4.0, 7.0), (0.0, 37 / 21))],
+)
+def test_drafting_is_a_line_that_is_never_negative(seconds: tuple, line: tuple) -> None:
+    """By hand: exact; falling with the requests, so its mean; through the origin, Σxy / Σx²."""
+    points = [{"requests": requests, "seconds": value} for requests, value in zip((1, 2, 4), seconds, strict=True)]
+    assert profile.fit_drafting(points) == pytest.approx(line)
+
+
+def test_schedulers_see_the_drafting_of_their_requests() -> None:
+    timed = SPSProfile((TABLE,), {"draft_seconds": 0.004, "draft_row_seconds": 0.001})
+    assert timed.drafting(6) == pytest.approx(0.01)
+    assert timed.rounds_at(0, 6).steps_per_second == pytest.approx(TABLE.with_overhead(0.01).steps_per_second)
+    assert SPSProfile((TABLE,)).rounds_at(0, 6).steps_per_second == pytest.approx(TABLE.steps_per_second)

@@ -210,3 +210,14 @@ def test_command_line(tmp_path, capsys) -> None:
     errors = capsys.readouterr().err
     assert "unknown policies greedy" in errors
     assert "absent.jsonl" in errors
+
+
+def test_costs_come_from_the_profile_unless_given(tmp_path) -> None:
+    profiled = {"draft_seconds": 0.25, "draft_row_seconds": 0.125, "prefill_tokens_per_second": 900.0}
+    SPSProfile((roofline(limit=256),), profiled).save(tmp_path / "sps.json")
+    arguments = ["--sources", "20", "--concurrency", "2", "--requests", "10", "--policies", "none,async"]
+    arguments += ["--sps", str(tmp_path / "sps.json"), "--output", str(tmp_path / "out"), "--draft-seconds", "0"]
+    assert command.main(arguments) == 0
+    serving = json.loads((tmp_path / "out" / "simulation.json").read_text())["serving"]
+    wanted = {**profiled, "draft_seconds": 0.0, "mtp_draft_seconds": Serving().mtp_draft_seconds}
+    assert {name: serving[name] for name in wanted} == wanted

@@ -101,3 +101,19 @@ def forced_proposal(drafter_, state, anchor_1, following):
     finally:
         del drafter_.vocabulary.distribution
     return torch.cat(seen), proposal
+
+
+def gradients_and_kept(model, batch_of, hidden) -> tuple[dict, int]:
+    """Gradients by name of the squared hidden states, and the bytes that forward kept for backward."""
+    kept: dict[int, int] = {}
+
+    def pack(value):
+        kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        return value
+
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        loss = hidden(model.training_forward(batch_of)).square().sum()
+    loss.backward()
+    named = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+    return named, sum(kept.values())

@@ -5,7 +5,16 @@ import torch
 
 from deepspec.models.draft_vocabulary import most_frequent
 from deepspec.models.sampling import Sampling
-from tests.models.drafting import TAPS, WIDTH, batch, drafter, forced_proposal, logits, samples
+from tests.models.drafting import (
+    TAPS,
+    WIDTH,
+    batch,
+    drafter,
+    forced_proposal,
+    gradients_and_kept,
+    logits,
+    samples,
+)
 from tests.tiny import VOCAB
 
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
@@ -234,6 +243,17 @@ def test_gradients_reach_the_drafter_and_never_the_frozen_head(name):
     assert model.head.embed_VD.grad is None
     assert torch.equal(model.head.embed_VD, embed)
     assert torch.equal(model.head.head_VD, head)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "gemma4", "window"])
+def test_recomputed_layers_keep_less_and_change_no_gradient(name):
+    model, b = drafter(**DRAFTERS[name]), batch(anchors=8)
+    whole, kept = gradients_and_kept(model, b, lambda out: out.hidden_BNGD)
+    model.recompute = True
+    again, less = gradients_and_kept(model, b, lambda out: out.hidden_BNGD)
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert less < 0.6 * kept
 
 
 def test_absent_anchors_give_no_gradient_trouble():

@@ -5,7 +5,16 @@ import torch
 
 from deepspec.data.batch import collate
 from deepspec.models.sampling import Sampling
-from tests.models.drafting import TAPS, WIDTH, batch, drafter, forced_proposal, frozen_head, samples
+from tests.models.drafting import (
+    TAPS,
+    WIDTH,
+    batch,
+    drafter,
+    forced_proposal,
+    frozen_head,
+    gradients_and_kept,
+    samples,
+)
 from tests.tiny import VOCAB
 
 DRAFT_IDS = [token for token in range(VOCAB) if token % 3 != 1]
@@ -162,3 +171,14 @@ def test_later_steps_train_through_earlier_ones():
     out = model.training_forward(batch(block_size=STEPS))
     out.hidden_IBSD[-1].square().mean().backward()
     assert bool(model.fc.weight.grad.any())
+
+
+def test_recomputed_steps_keep_less_and_change_no_gradient():
+    model, b = eagle(), batch(block_size=STEPS)
+    whole, kept = gradients_and_kept(model, b, lambda out: out.hidden_IBSD)
+    model.recompute = True
+    again, less = gradients_and_kept(model, b, lambda out: out.hidden_IBSD)
+    assert whole.keys() == again.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(again[name], value, msg=name)
+    assert less < 0.7 * kept

@@ -20,6 +20,7 @@ from deepspec.train.config import EngineConfig, OptimConfig, RunConfig, Tracking
         (RunConfig, {"early_stop": 2, "eval_every": 0}, ["train.early_stop=2", "train.eval_every=0"]),
         (EngineConfig, {"zero": 4}, ["engine.zero=4"]),
         (EngineConfig, {"precision": "fp8"}, ["engine.precision='fp8'"]),
+        (EngineConfig, {"recompute": True, "zero": 3}, ["engine.recompute=true", "engine.zero=3"]),
         (EngineConfig, {"cpu_offload": True, "zero": 0}, ["engine.cpu_offload=true", "engine.zero=0"]),
         (TrackingConfig, {"wandb": "on"}, ["tracking.wandb='on'"]),
     ],

@@ -41,6 +41,7 @@ def test_sharding_and_offloading_need_less_memory(run):
     alone = memory(1, zero=1)
     assert memory(8, zero=0) == alone
     assert alone > memory(8, zero=1) > memory(8, zero=2) > memory(8, zero=3)
+    assert memory(1, zero=1, recompute=True) < alone
     assert memory(1, zero=1, cpu_offload=True) == alone - 12 * plan.make(run, 1).parameters
 
 
