@@ -44,6 +44,18 @@ def ece(predicted: np.ndarray, outcome: np.ndarray, bins: int = BINS) -> float:
     return float(np.abs(np.bincount(index, weights=predicted - outcome, minlength=bins)).sum() / len(predicted))
 
 
+def ece_floor(predicted: np.ndarray, bins: int = BINS) -> float:
+    """The ECE to expect of ``predicted`` if it is exactly right, from the chance of the outcomes alone.
+
+    The gap of a bin is then normal with variance Σ p (1 − p), and E|gap| = √(2/π) of its standard deviation.
+    """
+    if not len(predicted):
+        return float("nan")
+    index = np.minimum((predicted * bins).astype(np.int64), bins - 1)
+    variance = np.bincount(index, weights=predicted * (1 - predicted), minlength=bins)
+    return float(np.sqrt(2 / np.pi) * np.sqrt(variance).sum() / len(predicted))
+
+
 def brier(predicted: np.ndarray, outcome: np.ndarray) -> float:
     """Mean squared error of the probability."""
     return float(np.mean((predicted - outcome) ** 2)) if len(predicted) else float("nan")
@@ -195,6 +207,12 @@ def errors_of(rounds: Rounds, confidence_NG: np.ndarray, bins: int = BINS) -> li
     survival_NG = np.cumprod(confidence_NG, axis=1)
     samples = (observed(rounds, k) for k in range(rounds.block_size))
     return [ece(survival_NG[each.rows, k], each.outcome, bins) for k, each in enumerate(samples)]
+
+
+def floors_of(rounds: Rounds, confidence_NG: np.ndarray, bins: int = BINS) -> list[float]:
+    """``ece_floor`` of the survival at each position."""
+    survival_NG = np.cumprod(confidence_NG, axis=1)
+    return [ece_floor(survival_NG[observed(rounds, k).rows, k], bins) for k in range(rounds.block_size)]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ def calibrate(rounds: Rounds, *, seed: int = 0, test_share: float = 0.5, resampl
     """Fit STS on some prompts and judge it, and its rivals, on the others.
 
     Returns "temperatures", "positions" (before and after with intervals), "comparison" (mean ECE of the survivals by
-    method), "best", "reliability", "sweep" and the counts. Raises RoundsError when there is too little to fit.
+    method), "floor" (the mean ECE that chance alone gives exact confidences on so many rounds), "best", "reliability",
+    "sweep" and the counts. Raises RoundsError when there is too little to fit.
     """
     fit, test = rounds.split(seed, test_share)
     calibration.check(fit)
@@ -56,6 +57,7 @@ def calibrate(rounds: Rounds, *, seed: int = 0, test_share: float = 0.5, resampl
             for k in range(block)
         ],
         "comparison": comparison,
+        "floor": float(np.mean(calibration.floors_of(test, methods["sts"]))),
         "best": min(comparison, key=lambda name: comparison[name]["mean_ece"]),
         "reliability": [
             {
@@ -126,6 +128,8 @@ def render(report: Table) -> str:
         lines.append("* reached by too few rounds for a temperature of its own: that of the position before")
     means = {name: values["mean_ece"] for name, values in report["comparison"].items()}
     lines.append("mean ECE on the test prompts: " + ", ".join(f"{name} {value:.2%}" for name, value in means.items()))
+    tested = report["counts"]["test"]["rounds"]
+    lines.append(f"exact confidences would show {report['floor']:.2%} on {tested} rounds; more prompts lower that")
     if report["best"] != "sts":
         best = report["best"]
         lines.append(

@@ -66,6 +66,18 @@ def test_metrics_are_their_definitions() -> None:
     )
 
 
+def test_the_floor_is_what_exact_probabilities_show() -> None:
+    random = np.random.default_rng(1)
+    predicted = random.random(3000) ** 2
+    shown = [calibration.ece(predicted, (random.random(3000) < predicted).astype(float)) for _ in range(400)]
+    assert calibration.ece_floor(predicted) == pytest.approx(np.mean(shown), rel=0.03)
+    exact = random_rounds(3, sharpness=1.0)
+    floors = calibration.floors_of(exact, exact.confidence_NG)
+    survival_N = exact.confidence_NG[:, 0] * exact.confidence_NG[:, 1]
+    assert floors[1] == pytest.approx(calibration.ece_floor(survival_N), rel=1e-5)
+    assert math.isnan(calibration.ece_floor(np.empty(0)))
+
+
 def test_sts_is_the_sequential_grid_search() -> None:
     rounds = random_rounds(1)
     grid = np.array([0.5, 1.0, 1.5, 2.0, 3.0])
