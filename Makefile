@@ -6,7 +6,7 @@ RECIPE ?= dspark
 SUITE  ?= all
 GPUS   ?= gpu
 LIMIT  ?=
-OUT    ?= runs/$(MODEL)
+OUT    ?=
 ARGS   ?=
 TESTS  ?= -m "not slow"
 
@@ -14,7 +14,7 @@ PYTHON  ?= python3
 VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
-DATAARG := target=$(MODEL) data=$(DATA) out=$(OUT) $(if $(LIMIT),prompts.limit=$(LIMIT)) $(ARGS)
+DATAARG := target=$(MODEL) data=$(DATA) $(if $(OUT),out=$(OUT)) $(if $(LIMIT),prompts.limit=$(LIMIT)) $(ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint cache train eval report clean
@@ -50,7 +50,7 @@ cache: $(STAMP)   ## prompts, responses and target cache (MODEL, DATA, CODEC, LI
 	$(BIN)/python -m deepspec.data cache $(DATAARG) cache=$(CODEC)
 
 train: $(STAMP)   ## train a drafter (MODEL, RECIPE, GPUS)
-	$(BIN)/torchrun --standalone --nproc-per-node $(GPUS) deepspec/train/main.py +recipe=$(RECIPE) target=$(MODEL) out=$(OUT) $(ARGS)
+	$(BIN)/torchrun --standalone --nproc-per-node $(GPUS) deepspec/train/main.py +recipe=$(RECIPE) target=$(MODEL) $(if $(OUT),out=$(OUT)) $(ARGS)
 
 eval: $(STAMP)    ## evaluate the newest drafter (SUITE)
 	$(BIN)/python -m deepspec.eval --suite $(SUITE) $(ARGS)

@@ -4,8 +4,8 @@ Knows run folders and checkpoint configs.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from deepspec import recipes
 from deepspec.files import sha256_file
 from deepspec.models.drafter import read_config
-from deepspec.models.target import Target, TargetConfig
+from deepspec.models.target import Target, TargetConfig, resolve
 
 BASELINES = ("ngram",)
 CHECKPOINTS = ("best", "last")
@@ -59,8 +59,12 @@ class Candidate:
 
     @property
     def target(self) -> dict[str, Any]:
-        """Recorded target: name, fingerprint, path where known."""
-        return self.own.get("target") or {}
+        """Recorded target: name, fingerprint, path and revision where known (older checkpoints: of their recipe)."""
+        target = self.own.get("target") or {}
+        recipe = ((self.own.get("provenance") or {}).get("recipe") or {}).get("target") or {}
+        if "path" not in target and recipe.get("name") == target.get("name") and recipe.get("path"):
+            return {**target, "path": recipe["path"], "revision": recipe.get("revision")}
+        return target
 
     @property
     def thinking(self) -> bool | None:
@@ -112,7 +116,7 @@ def checkpoint_folder(path: str) -> Path:
         raise ChooseError(
             f"--drafter {path}: neither it nor its best/ or last/ holds a config.json; is training finished?"
         )
-    if path.count("/") == 1 and not path.startswith((".", "/", "runs/")):
+    if _hub_id(path):
         try:
             from huggingface_hub import snapshot_download
 
@@ -125,13 +129,8 @@ def checkpoint_folder(path: str) -> Path:
 
 def target_config(name: str | None, drafters: Sequence[Candidate], dtype: str, thinking: bool) -> TargetConfig:
     """Target by recipe name, folder or hub id; without a name the one the first drafter records. Raises ChooseError."""
-    recorded = drafters[0].target if drafters else {}
     if name is None:
-        name = recorded.get("name")
-        if name is not None and name not in recipes.names("target") and recorded.get("path"):
-            return TargetConfig(name, str(recorded["path"]), dtype=dtype, thinking=thinking)
-    if name is None:
-        raise ChooseError("the drafter records no target: pass --target RECIPE, FOLDER or HUB-ID")
+        return _recorded_target(drafters[0].target if drafters else {}, dtype, thinking)
     if name in recipes.names("target") and name != "custom":
         plain = OmegaConf.to_container(OmegaConf.load(recipes.recipes_dir() / "target" / f"{name}.yaml"))
         known = {item.name for item in fields(TargetConfig)}
@@ -143,6 +142,29 @@ def target_config(name: str | None, drafters: Sequence[Candidate], dtype: str, t
             f"--target {name}: neither a folder nor a recipe; recipes: {shown}; or give a hub id org/name"
         )
     return TargetConfig(Path(name).name, name, dtype=dtype, thinking=thinking)
+
+
+def _recorded_target(recorded: Mapping[str, Any], dtype: str, thinking: bool) -> TargetConfig:
+    """The target a drafter was trained for: where its training found it, else its recipe's."""
+    name, path = recorded.get("name"), str(recorded.get("path") or "")
+    if name is None:
+        raise ChooseError("the drafter records no target: pass --target RECIPE, FOLDER or HUB-ID")
+    known = name in recipes.names("target") and name != "custom"
+    named = target_config(name, (), dtype, thinking) if known else TargetConfig(name, name, None, None, dtype, thinking)
+    cfg = replace(named, path=path, revision=recorded.get("revision")) if path else named
+    if Path(resolve(cfg)).is_dir() or _hub_id(cfg.path):
+        return cfg
+    if known:
+        return named
+    place = f" in {path}" if path else ""
+    raise ChooseError(
+        f"the drafter was trained for the target {name}{place}, which is not here: pass --target FOLDER or HUB-ID"
+    )
+
+
+def _hub_id(path: str) -> bool:
+    """Whether it is spelled like org/name on a hub."""
+    return path.count("/") == 1 and not path.startswith((".", "/", "~", "runs/"))
 
 
 def check_fit(candidate: Candidate, target: Target, thinking: bool, allow_mismatch: bool) -> list[str]:

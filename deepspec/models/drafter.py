@@ -100,6 +100,8 @@ def save(
     *,
     target_name: str | None = None,
     target_fingerprint: str | None = None,
+    target_path: str | None = None,
+    target_revision: str | None = None,
     thinking: bool | None = None,
     provenance: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
@@ -111,8 +113,9 @@ def save(
 
     The target's embedding and head are left out unless ``include_head``; a reduced vocabulary always stores its rows of
     the head, as engines need them. ``dtype`` is bfloat16 or float32. ``state`` replaces the drafter's own state_dict
-    (an average of weights, or a gathered sharded one). Facts not given keep the values of the checkpoint that the
-    drafter was loaded from. Raises ValueError for another dtype.
+    (an average of weights, or a gathered sharded one). ``target_path`` is a hub id or folder, as the user gave it.
+    Facts not given keep the values of the checkpoint that the drafter was loaded from; a path, with its revision,
+    replaces both. Raises ValueError for another dtype.
     """
     from safetensors.torch import save_file
 
@@ -120,6 +123,8 @@ def save(
         raise ValueError(f"dtype={dtype} is not stored: choose torch.bfloat16 or torch.float32")
     target = dict(drafter.metadata.get("target") or {})
     target |= {k: v for k, v in (("name", target_name), ("fingerprint", target_fingerprint)) if v is not None}
+    if target_path is not None:
+        target |= {"path": target_path, "revision": target_revision}
     metadata = drafter.metadata | {
         "format_version": FORMAT_VERSION,
         "kind": drafter.config.kind,

@@ -67,7 +67,8 @@ def _run(arguments: list[str]) -> int:
         else:
             progress = trainer.fit()
             if progress.finished:
-                say(f"next: python -m deepspec.eval --suite math --target {cfg.target.name} --drafter {cfg.folder}")
+                evaluate = ["python", "-m", "deepspec.eval", "--suite", "math", "--drafter", cfg.folder]
+                say(f"next: {shlex.join(evaluate)}")  # the drafter records its target
             else:
                 say(f"the same command without train.stop_after goes on from there:\n  {_command(arguments)}")
     except Interrupted as stop:

@@ -241,6 +241,8 @@ class Trainer:
             folder,
             target_name=self.cfg.target.name,
             target_fingerprint=self.run.target_fingerprint,
+            target_path=self.cfg.target.path,
+            target_revision=self.cfg.target.revision,
             thinking=self.cfg.target.thinking,
             provenance={"recipe": dataclasses.asdict(self.cfg)},
             extra={"training": tau},

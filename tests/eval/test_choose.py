@@ -72,6 +72,41 @@ def test_targets_by_recipe_folder_hub_id_and_record(tmp_path):
     assert choose.target_config(None, drafters, "auto", False).path == "Qwen/Qwen3-4B"
 
 
+def record(place, name, path=None, provenance=None, revision=None):
+    target = {"name": name} if path is None else {"name": name, "path": path, "revision": revision}
+    return choose.candidates([str(checkpoint(place, deepspec={"target": target, "provenance": provenance or {}}))])
+
+
+def test_a_recorded_path_is_used_where_it_still_leads_to_a_target(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DEEPSPEC_TARGETS", str(tmp_path / "local"))
+    here = tmp_path / "models"
+    here.mkdir()
+    found = choose.target_config(None, record(tmp_path / "a", "mine", "org/model", revision="v1"), "float32", True)
+    assert (found.name, found.path, found.revision, found.dtype) == ("mine", "org/model", "v1", "float32")
+    assert found.thinking
+    folder = record(tmp_path / "b", "gemma4-12b", str(here))
+    found = choose.target_config(None, folder, "auto", False)
+    assert (found.path, found.taps) == (str(here), [5, 17, 29, 41, 46])
+    assert choose.target_config("gemma4-12b", folder, "auto", False).path == "google/gemma-4-12B-it"
+    assert choose.target_config(None, record(tmp_path / "c", "mine", "models"), "auto", False).path == "models"
+    gone = record(tmp_path / "d", "qwen3-4b", "/nowhere/at/all")
+    assert choose.target_config(None, gone, "auto", False).path == "Qwen/Qwen3-4B"
+    lost = record(tmp_path / "e", "mine", "../elsewhere")
+    with pytest.raises(choose.ChooseError, match=r"target mine in ../elsewhere, which is not here: pass --target"):
+        choose.target_config(None, lost, "auto", False)
+    (tmp_path / "local" / "mine").mkdir(parents=True)
+    assert choose.target_config(None, lost, "auto", False).name == "mine", "$DEEPSPEC_TARGETS/mine stands for it"
+
+
+def test_older_checkpoints_name_the_path_in_their_recipe(tmp_path):
+    recipe = {"recipe": {"target": {"name": "mine", "path": "org/model", "revision": None}}}
+    old = record(tmp_path / "a", "mine", provenance=recipe)
+    assert choose.target_config(None, old, "auto", False).path == "org/model"
+    other = record(tmp_path / "b", "qwen3-4b", provenance=recipe)
+    assert choose.target_config(None, other, "auto", False).path == "Qwen/Qwen3-4B", "another target's recipe"
+
+
 def test_every_target_recipe_is_understood():
     for name in recipes.names("target"):
         if name != "custom":

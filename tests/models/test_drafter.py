@@ -64,7 +64,8 @@ def test_save_load_gives_the_same_drafter(name, tmp_path):
 
 def test_saving_again_keeps_the_facts(tmp_path):
     model = drafter()
-    drafters.save(model, tmp_path, target_name="tiny", thinking=True, dtype=torch.float32)
+    facts = {"target_name": "tiny", "target_path": "org/tiny", "target_revision": "v1", "thinking": True}
+    drafters.save(model, tmp_path, dtype=torch.float32, **facts)
     drafters.update_metadata(tmp_path, temperatures=[1.0, 2.0, 3.0, 4.0])
     again = drafters.load(tmp_path, model.head)
     assert again.temperatures == (1.0, 2.0, 3.0, 4.0)
@@ -72,7 +73,7 @@ def test_saving_again_keeps_the_facts(tmp_path):
     fields = drafters.read_config(tmp_path / "copy")
     assert fields["dtype"] == "bfloat16"
     assert fields["deepspec"]["thinking"] is True
-    assert fields["deepspec"]["target"] == {"name": "tiny"}
+    assert fields["deepspec"]["target"] == {"name": "tiny", "path": "org/tiny", "revision": "v1"}
     assert fields["deepspec"]["temperatures"] == [1.0, 2.0, 3.0, 4.0]
     assert all(t.dtype == torch.bfloat16 for t in load_file(tmp_path / "copy" / "model.safetensors").values())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspec.eval import choose
 from deepspec.train import main as command
 from tests.data.little_chat import TEMPLATE, chat_tokenizer
 from tests.train import tiny_run
@@ -84,7 +85,10 @@ def test_a_run_from_the_command_says_what_to_do_next(folder, capsys):
     said = capsys.readouterr().out
     assert "continuing" in said
     assert "step 4/4" in said
-    assert "next: python -m deepspec.eval" in said
+    drafter = f"{folder}/run/drafters/command"
+    assert said.splitlines()[-1] == f"next: python -m deepspec.eval --suite math --drafter {drafter}"
+    target = choose.target_config(None, choose.candidates([drafter]), "auto", False)  # what that command evaluates
+    assert (target.name, target.path) == ("tiny-qwen3", str(folder / "target"))
     assert command.main(arguments) == 0
     assert "nothing to do" in capsys.readouterr().out
 
