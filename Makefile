@@ -4,7 +4,8 @@ DATA   ?= perfectblend
 CODEC  ?= bf16
 RECIPE ?= dspark
 SUITE  ?= all
-GPUS   ?= gpu
+# processes: one per accelerator, one on a CPU
+GPUS   ?= $$($(BIN)/python -c 'import torch; print("gpu" if torch.accelerator.is_available() else 1)')
 LIMIT  ?=
 OUT    ?=
 ARGS   ?=
@@ -52,7 +53,7 @@ cache: $(STAMP)   ## prompts, responses and target cache (MODEL, DATA, CODEC, LI
 train: $(STAMP)   ## train a drafter (MODEL, RECIPE, GPUS)
 	$(BIN)/torchrun --standalone --nproc-per-node $(GPUS) deepspec/train/main.py +recipe=$(RECIPE) target=$(MODEL) $(if $(OUT),out=$(OUT)) $(ARGS)
 
-eval: $(STAMP)    ## evaluate the newest drafter (SUITE)
+eval: $(STAMP)    ## evaluate the newest drafter of all models (SUITE)
 	$(BIN)/python -m deepspec.eval --suite $(SUITE) $(ARGS)
 
 report: $(STAMP)  ## rebuild the HTML report of the newest evaluation

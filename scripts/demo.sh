@@ -30,6 +30,7 @@ cat <<TXT
 
 Demo finished in $(((SECONDS - started) / 60)) min $(((SECONDS - started) % 60)) s. Open report/index.html.
 The same chain for Qwen3-4B on a GPU node:
+  . .venv/bin/activate
   make cache MODEL=qwen3-4b
   torchrun --nproc-per-node gpu deepspec/train/main.py +recipe=dspark target=qwen3-4b
   python -m deepspec.eval --suite math --target qwen3-4b

@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 from deepspec import recipes
 from deepspec.files import sha256_file
 from deepspec.models.drafter import read_config
+from deepspec.models.export import checkpoint as folders
 from deepspec.models.target import Target, TargetConfig, resolve
 
 BASELINES = ("ngram",)
-CHECKPOINTS = ("best", "last")
 
 
 class ChooseError(ValueError):
@@ -84,10 +84,11 @@ def candidates(paths: Sequence[str], root: Path = Path("runs"), taps: Sequence[i
 
     Raises ChooseError, and CheckpointError for a folder that is no drafter.
     """
-    folders = [checkpoint_folder(path) for path in paths] or [newest_drafter(root)]
+    places = [checkpoint_folder(path) for path in paths] or [newest_drafter(root)]
     found: list[Candidate] = []
-    for folder in folders:
-        label = folder.parent.name if folder.name in CHECKPOINTS or folder.name.startswith("step-") else folder.name
+    for folder in places:
+        inside = folder.name in folders.CHECKPOINTS or folder.name.startswith("step-")
+        label = folder.parent.name if inside else folder.name
         taken = sum(item.label == label or item.label.startswith(f"{label}-") for item in found)
         config = read_config(folder, taps=taps)
         found.append(Candidate(f"{label}-{taken + 1}" if taken else label, folder, config))
@@ -96,7 +97,7 @@ def candidates(paths: Sequence[str], root: Path = Path("runs"), taps: Sequence[i
 
 def newest_drafter(root: Path = Path("runs")) -> Path:
     """The checkpoint that was written last, ``best`` before ``last`` of the same run. Raises ChooseError."""
-    written = [path.parent for name in CHECKPOINTS for path in root.glob(f"*/drafters/*/{name}/config.json")]
+    written = [path.parent for name in folders.CHECKPOINTS for path in root.glob(f"*/drafters/*/{name}/config.json")]
     if not written:
         raise ChooseError(
             f"no drafter under {root}/*/drafters/: train one with `torchrun deepspec/train/main.py +recipe=dspark`, or "
@@ -108,11 +109,9 @@ def newest_drafter(root: Path = Path("runs")) -> Path:
 
 def checkpoint_folder(path: str) -> Path:
     """The folder with config.json: ``path`` itself, its ``best`` or ``last``, or a hub id's snapshot."""
-    folder = Path(path)
-    for place in (folder, *(folder / name for name in CHECKPOINTS)):
-        if (place / "config.json").is_file():
-            return place
-    if folder.exists():
+    if (found := folders.find(path)) is not None:
+        return found
+    if Path(path).exists():
         raise ChooseError(
             f"--drafter {path}: neither it nor its best/ or last/ holds a config.json; is training finished?"
         )

@@ -137,6 +137,16 @@ def test_command_writes_every_engine_and_its_serve_command(tmp_path, target_gguf
     assert main(["--drafter", str(made / "vllm"), "--to", "vllm", "--check", "--num-speculative-tokens", "3"]) == 2
 
 
+def test_command_takes_a_training_run(tmp_path, capsys):
+    """Its best checkpoint, else its last; the export lies in the folder that was named."""
+    run = tmp_path / "dspark"
+    saved(run / "last")
+    assert main(["--drafter", str(run), "--to", "vllm", "--check"]) == 0
+    saved(run / "best", block_size=3)
+    assert main(["--drafter", str(run), "--to", "vllm"]) == 0
+    assert f'"model": "{run / "export" / "vllm"}", "num_speculative_tokens": 3' in capsys.readouterr().out
+
+
 def test_command_compares_with_the_target(tmp_path, capsys):
     target = tiny_model("qwen3")
     target.save_pretrained(tmp_path / "target")

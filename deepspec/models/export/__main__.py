@@ -14,7 +14,7 @@ from deepspec.models.frozen_head import FrozenHead
 
 EPILOG = """\
 examples:
-  python -m deepspec.models.export --drafter runs/T/drafters/dspark/best --to vllm --target targets/T
+  python -m deepspec.models.export --drafter runs/T/drafters/dspark --to vllm --target targets/T
   python -m deepspec.models.export --drafter D --to gguf --target-gguf T.gguf --gguf-type q8_0
   python -m deepspec.models.export --drafter D --all --output served     every engine that can, one folder each
   python -m deepspec.models.export --drafter OTHERS --to deepspec --output mine     import, e.g. from speculators
@@ -30,7 +30,13 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    out.add_argument("--drafter", type=Path, required=True, metavar="FOLDER", help="checkpoint of any known layout")
+    out.add_argument(
+        "--drafter",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="checkpoint of any known layout, or a training run: its best, else last",
+    )
     which = out.add_mutually_exclusive_group(required=True)
     which.add_argument("--to", nargs="+", choices=tuple(ENGINES), metavar="ENGINE", help=", ".join(ENGINES))
     which.add_argument("--all", action="store_true", help="every engine that can serve this drafter")
@@ -65,9 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     engines = list(ENGINES) if options.all else options.to
     target = _target_config(options.target)
+    drafter = folders.find(options.drafter) or options.drafter
     if options.check:
-        return _check(options, engines, target)
-    source = imports.read(options.drafter, taps=options.taps)
+        return _check(options, folders.read(drafter), engines, target)
+    source = imports.read(drafter, taps=options.taps)
     head = _head(options, source)
     written = 0
     for engine in engines:
@@ -101,8 +108,9 @@ def _report(engine: str, findings: Sequence[Finding]) -> None:
         print(f"{engine}: {finding}")
 
 
-def _check(options: argparse.Namespace, engines: Sequence[str], target: Mapping[str, Any] | None) -> int:
-    found = folders.read(options.drafter)
+def _check(
+    options: argparse.Namespace, found: Checkpoint, engines: Sequence[str], target: Mapping[str, Any] | None
+) -> int:
     if options.sps is not None:
         sps.check(options.sps, found)
     failed = False

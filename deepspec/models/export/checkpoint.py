@@ -19,6 +19,7 @@ CONFIG, WEIGHTS, CALIBRATION = "config.json", "model.safetensors", "deepspec_cal
 EMBED, HEAD, MASK = "embed_tokens.weight", "lm_head.weight", "mask_embedding"
 W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 CONFIDENCE, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
+CHECKPOINTS = ("best", "last")  # of a training run's folder, the one to take first
 # Config fields that every layout spells alike, but for the number of layers.
 LAYER_FIELDS = (
     "vocab_size",
@@ -102,6 +103,13 @@ class Checkpoint:
         merged = self.tensors | dict(tensors or {})
         kept = {name: tensor for name, tensor in merged.items() if tensor is not None}
         return dataclasses.replace(self, config=self.config | fields, tensors=kept)
+
+
+def find(folder: str | Path) -> Path | None:
+    """The checkpoint in ``folder``: itself, or the ``best`` or ``last`` of a training run; None where there is none."""
+    path = Path(folder)
+    places = (path, *(path / name for name in CHECKPOINTS))
+    return next((place for place in places if (place / CONFIG).is_file()), None)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
