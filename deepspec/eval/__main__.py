@@ -123,7 +123,9 @@ def plan_variants(options: argparse.Namespace, drafters: Sequence[Candidate]) ->
     first = options.batch_size[0]
     if not options.no_plain:
         out += [Variant(PLAIN, PLAIN, 0, batch, batch == first) for batch in options.batch_size]
-    described = [(item.label, item.kind, item.block_size or NGRAM_BLOCK, describe(item)) for item in drafters]
+    described = [
+        (item.label, item.kind, item.block_size or NGRAM_BLOCK, describe(item, options.taps)) for item in drafters
+    ]
     described += [(name, name, options.block or NGRAM_BLOCK, {}) for name in options.baselines]
     for label, kind, trained, facts in described:
         if options.block is not None and not 1 <= options.block <= trained:
@@ -142,8 +144,9 @@ def plan_variants(options: argparse.Namespace, drafters: Sequence[Candidate]) ->
     return out
 
 
-def describe(item: Candidate) -> dict[str, Any]:
-    """What results.json says of a drafter."""
+def describe(item: Candidate, taps: Sequence[int] | None = None) -> dict[str, Any]:
+    """What results.json says of a drafter; ``taps`` are those given for published EAGLE-3 files, which say none."""
+    unstated = item.kind == "eagle3" and not item.own
     return {
         "folder": str(item.folder),
         "fingerprint": item.fingerprint(),
@@ -151,6 +154,7 @@ def describe(item: Candidate) -> dict[str, Any]:
         "block_size": item.block_size,
         "confidence": item.confidence,
         "trained_for": item.target,
+        **({"taps": list(item.config["target_layer_ids"])} if unstated and taps is not None else {}),
     }
 
 

@@ -148,7 +148,10 @@ class Session:
             "thinking": self.config.thinking,
             "seed": self.config.seed,
         }
-        if self._scheduled(variant):  # only then, so that records of earlier versions keep their key
+        # these only where they apply, so that records of earlier versions keep their key
+        if "taps" in variant.drafter:
+            fields["taps"] = variant.drafter["taps"]
+        if self._scheduled(variant):
             table = sha256_file(str(self.config.sps))
             fields |= {"schedule": self.config.schedule, "sps": table, "batch": variant.batch}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]

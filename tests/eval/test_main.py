@@ -222,7 +222,8 @@ def test_drafters_of_other_layouts_decode_like_ours(place, tmp_path, capsys):
     folders.write(speculators(own), tmp_path / "theirs")
     export(imports.read(tmp_path / "eagle3"), "vllm", tmp_path / "published")
     config = json.loads((tmp_path / "published" / "config.json").read_text())
-    (tmp_path / "published" / "config.json").write_text(json.dumps({**config, "deepspec": {}}))
+    nameless = {key: value for key, value in config.items() if not key.startswith("eagle_")}
+    (tmp_path / "published" / "config.json").write_text(json.dumps({**nameless, "deepspec": {}}))
     given = ("--drafter", tmp_path / "theirs", tmp_path / "published", "--limit", 2)
     assert run(place, tmp_path / "out", *given) == 2
     assert "give the zero-based layers as --taps K K K" in capsys.readouterr().err
@@ -231,6 +232,10 @@ def test_drafters_of_other_layouts_decode_like_ours(place, tmp_path, capsys):
     assert run(place, tmp_path / "ours", "--drafter", *ours, "--limit", 2) == 0
     taus = [[item["macro"]["tau"] for item in results(tmp_path / name)["variants"]] for name in ("out", "ours")]
     assert taus[0] == taus[1]
+    capsys.readouterr()
+    assert run(place, tmp_path / "out", *given, "--taps", -1, 0, 1) == 0, "other layers, another drafter"
+    reused = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "are already in" in line]
+    assert reused == ["plain-k0-b1", "theirs-k4-b1"]
 
 
 def test_a_thinking_mismatch_warns(place, tmp_path, capsys):
