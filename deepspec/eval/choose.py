@@ -86,12 +86,16 @@ def candidates(paths: Sequence[str], root: Path = Path("runs"), taps: Sequence[i
     """
     places = [checkpoint_folder(path) for path in paths] or [newest_drafter(root)]
     found: list[Candidate] = []
+    taken = set(BASELINES)
     for folder in places:
         inside = folder.name in folders.CHECKPOINTS or folder.name.startswith("step-")
-        label = folder.parent.name if inside else folder.name
-        taken = sum(item.label == label or item.label.startswith(f"{label}-") for item in found)
-        config = read_config(folder, taps=taps)
-        found.append(Candidate(f"{label}-{taken + 1}" if taken else label, folder, config))
+        name = label = folder.parent.name if inside else folder.name
+        number = 1
+        while label in taken:
+            number += 1
+            label = f"{name}-{number}"
+        taken.add(label)
+        found.append(Candidate(label, folder, read_config(folder, taps=taps)))
     return found
 
 

@@ -157,17 +157,22 @@ def load(
     """Prompts of suites, data set names, ``demo`` or JSONL paths, in order, without repeating a data set.
 
     ``limit`` replaces the paper's number of samples of every data set. ``any_rows`` accepts a source whose row count
-    is not the published one. Raises SuiteError.
+    is not the published one. Raises SuiteError, also for two sources of one name: their answers would mix.
     """
     if limit is not None and limit < 1:
         raise SuiteError(f"--limit {limit}: at least 1 prompt per data set")
     loaded: dict[str, Loaded] = {}
+    given: dict[str, str] = {}
     for suite in suites:
         for name in SUITES.get(suite, (suite,)):
             for item in _load_one(name, data_dir, demo_file, any_rows):
                 count = limit or (DATA_SETS[name].samples if name in DATA_SETS else len(item.prompts))
                 item.prompts = select(item.prompts, count, seed)
                 loaded.setdefault(item.name, item)
+                if given.setdefault(item.name, name) != name:
+                    raise SuiteError(
+                        f"--suite {given[item.name]} {name}: both are the data set '{item.name}': rename the file"
+                    )
     return list(loaded.values())
 
 

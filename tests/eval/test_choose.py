@@ -35,6 +35,12 @@ def test_labels_come_from_the_recipe_and_stay_apart(tmp_path):
     assert [item.folder.name for item in found] == ["last", "last", "mine"]
 
 
+def test_a_label_that_is_a_folder_s_name_already_is_not_given_again(tmp_path):
+    names = ["a/dspark-2", "a/dspark", "b/dspark", "a/ngram"]
+    found = choose.candidates([str(checkpoint(tmp_path / name)) for name in names])
+    assert [item.label for item in found] == ["dspark-2", "dspark", "dspark-3", "ngram-2"]
+
+
 @pytest.mark.parametrize(
     ("fields", "kind", "confidence"),
     [

@@ -170,3 +170,18 @@ def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(suites.SuiteError, match=r"lbpp: .*lbpp.jsonl does not exist, and CohereLabs/lbpp .*--data-dir"):
         suites.load(["lbpp"], data_dir=tmp_path)
+
+
+def test_two_sources_of_one_name_are_refused(tmp_path):
+    rows = [{"turns": ["x"]}]
+    names = []
+    for folder, name in (("a", "mine"), ("b", "mine"), ("a", "aime25")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        names.append(str(write(tmp_path / folder / f"{name}.jsonl", rows)))
+    assert len(suites.load([names[0], names[0], names[2]])) == 2, "the same file twice counts once"
+    with pytest.raises(suites.SuiteError, match=rf"--suite {names[0]} {names[1]}: both are the data set 'mine'"):
+        suites.load(names)
+    more = {"data_dir": tmp_path / "a", "any_rows": True}
+    with pytest.raises(suites.SuiteError, match=rf"--suite aime25 {names[2]}: both are the data set 'aime25'"):
+        suites.load(["aime25", names[2]], **more)
+    assert len(suites.load(["aime25", "aime25"], **more)) == 1
