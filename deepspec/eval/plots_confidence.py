@@ -62,10 +62,10 @@ def threshold_sweep(item: Results) -> str:
     return figure(f"threshold-{item['label']}", draw, columns=2, size=(8.5, 3.4))
 
 
-def training_curves(runs: dict[str, Sequence[dict[str, float]]]) -> str:
+def training_curves(runs: dict[str, Sequence[dict[str, float]]]) -> str | None:
     """Loss and τ over steps: ``runs`` maps a label to rows with step and some of the keys below.
 
-    A curve that has a single point everywhere is left out.
+    A curve that has a single point everywhere is left out; None when none is left.
     """
     panels = {
         "loss": "training loss",
@@ -75,6 +75,8 @@ def training_curves(runs: dict[str, Sequence[dict[str, float]]]) -> str:
     }
     points = {key: [sum(row.get(key) is not None for row in rows) for rows in runs.values()] for key in panels}
     present = [(key, title) for key, title in panels.items() if max(points[key], default=0) > 1]
+    if not present:
+        return None
     if len(present) > 3:
         present = [panel for panel in present if panel[0] != "tau_train"]
 

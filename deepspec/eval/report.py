@@ -19,7 +19,7 @@ Results = dict[str, Any]
 # kind of a metrics.jsonl record → its fields that are drawn, under the names of the curves
 CURVES = {
     "train": {"loss": "loss", "tau": "tau_train"},
-    "heldout": {"tau": "tau_heldout"},
+    "eval": {"tau": "tau_heldout"},
     "decode": {"tau": "tau_decoded"},
 }
 
@@ -252,13 +252,18 @@ def _training(shown: Sequence[Results]) -> Section:
         rows = training_rows(Path(folder)) if folder else []
         if rows:
             runs[item["label"]] = rows
-    if not runs:
-        text = "No metrics.jsonl lies beside these drafters."
+    drawn = plots_confidence.training_curves(runs)
+    if drawn is None:
+        text = (
+            "Their metrics.jsonl hold single points, no curve."
+            if runs
+            else "No metrics.jsonl lies beside these drafters."
+        )
         return Section("training", "Training", page.paragraph(text, "note"))
     caption = (
         "From each drafter's metrics.jsonl. Expected τ is the training forward's; pale lines are single log steps."
     )
-    return Section("training", "Training", page.figure(plots_confidence.training_curves(runs), caption))
+    return Section("training", "Training", page.figure(drawn, caption))
 
 
 def training_rows(folder: Path) -> list[dict[str, float]]:

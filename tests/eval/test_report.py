@@ -9,6 +9,8 @@ from html.parser import HTMLParser
 import pytest
 
 from deepspec.eval import report
+from deepspec.train.config import TrackingConfig
+from deepspec.train.tracking import Tracker
 from tests.eval import made_up
 
 SECTIONS = (
@@ -64,18 +66,28 @@ def checked(html: str) -> Checker:
     return checker
 
 
+def track(folder, steps):
+    """The metrics.jsonl of a training run of ``steps`` steps, with the tracker's own lines; a kill cut the last one."""
+    tracker = Tracker(TrackingConfig(wandb="disabled"), folder, name="dspark", config={})
+    for step in range(2, steps + 1, 2):
+        tracker.log(step, "train", {"loss": 3 - 0.01 * step, "tau": 1 + 0.01 * step, "skipped": 0})
+        if step % 50 == 0:
+            tracker.log(step, "eval", {"loss": 2.0, "tau": 1.5, "acceptance": [0.5, 0.25]})
+    tracker.log(steps, "decode", {"tau": 1.4, "expected_tau": 1.5, "agrees": True})
+    tracker.close()
+    with tracker.path.open("a") as stream:
+        stream.write('{"step": 1')
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     out = made_up.results(["gsm8k", "mbpp", "alpaca"], {"dspark": 1.0, "dflash": 0.9}, count=5)
-    rows = [{"step": s, "kind": "train", "loss": 3 - 0.01 * s, "tau": 1 + 0.01 * s} for s in range(0, 100, 2)]
-    rows += [{"step": s, "kind": "heldout", "loss": 2.0, "tau": 1.5} for s in (50, 100)]
-    rows += [{"step": 100, "kind": "decode", "tau": 1.4}]
     for item in out["variants"]:
         if item["drafter"]:
             place = folder / item["label"]
             (place / "best").mkdir(parents=True, exist_ok=True)
-            (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 1')
+            track(place, steps=100)
             item["drafter"] = {**item["drafter"], "folder": str(place / "best")}
     return out
 
@@ -104,6 +116,22 @@ def test_figures_and_claims_are_in_the_text(html, results):
     assert "tie in mbpp/3 at token 17, logit gap 4.00e-04" in html
     assert results["target"]["fingerprint"] in html
     assert "ECE" in html
+
+
+def test_training_and_held_out_curves_are_drawn(html, results):
+    training = html.split('id="training"')[1]
+    for title in ("training loss", "expected τ, training batches", "expected τ, held-out"):
+        assert title in training
+    assert "decoded τ" not in training, "a single point is no curve"
+
+
+def test_a_run_of_one_logged_step_has_no_curve(tmp_path):
+    short = made_up.results(["gsm8k"], {"dflash": 1.0}, count=2, sweep=False)
+    track(tmp_path, steps=2)
+    for item in short["variants"]:
+        if item["drafter"]:
+            item["drafter"] = {**item["drafter"], "folder": str(tmp_path)}
+    assert "hold single points, no curve" in report.build(short)
 
 
 def test_the_page_is_deterministic(html, results):
