@@ -15,7 +15,7 @@ import numpy as np
 
 from deepspec.eval import calibration, calibration_report
 from deepspec.eval.max_probability import METADATA, MaxProbability
-from deepspec.eval.rounds import Rounds, RoundsError, from_prompts, read_rounds
+from deepspec.eval.rounds import Rounds, RoundsError, from_prompts, named, read_rounds
 from deepspec.files import atomic_write, provenance, read_json, write_json
 
 FORMAT_VERSION = 1
@@ -60,11 +60,12 @@ def _described(records: Path, run: str | None) -> Mapping[str, Any]:
     file = (records if records.is_dir() else records.parent) / "results.json"
     if not file.is_file():
         return {}
-    drafters = [
-        item["drafter"]
+    known = {
+        str(item["id"]): item["drafter"]
         for item in read_json(file).get("variants", [])
-        if (item.get("drafter") or {}).get("confidence") and str(item.get("id", item["label"])).startswith(run or "")
-    ]
+        if (item.get("drafter") or {}).get("confidence")
+    }
+    drafters = [known[name] for name in named(known, (run or "").split("@")[0])]
     folders = {drafter["folder"] for drafter in drafters}
     return drafters[0] if len(folders) == 1 else {}
 

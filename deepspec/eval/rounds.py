@@ -107,8 +107,8 @@ def read_rounds(path: str | Path, run: str | None = None) -> Rounds:
     A line is one prompt: "rounds", a list of [proposed, accepted, committed], and "confidence", a list as long with the
     confidences of each round's block; "dataset", "prompt" and "turn" name the prompt, the first line of a name counts.
     A run is named by its file ("records-NAME-rank0.jsonl" is NAME) and, where a file holds several, by "settings" too.
-    Only runs with confidences are considered, and if more than one is left, ``run`` (the beginning of its name) must
-    choose. A round that a stop token cut counts as far as it was kept.
+    Only runs with confidences are considered, and if more than one is left, ``run`` must choose: a name, else the
+    beginning of one. A round that a stop token cut counts as far as it was kept.
     Raises RoundsError naming file and line.
     """
     path = Path(path)
@@ -117,8 +117,9 @@ def read_rounds(path: str | Path, run: str | None = None) -> Rounds:
         raise RoundsError(f"{path}: no records; pass a .jsonl file or the folder an evaluation wrote (--output)")
     runs: dict[str, dict[tuple[str, ...], list[_Round]]] = {}
     for name, key, rounds in _lines(files):
-        if name.startswith(run or "") and any(confidence for _, _, confidence in rounds):
+        if any(confidence for _, _, confidence in rounds):
             runs.setdefault(name, {}).setdefault(key, rounds)
+    runs = {name: runs[name] for name in named(runs, run)}
     if not runs:
         chosen = f" in a run named {run}…" if run else ""
         raise RoundsError(
@@ -128,6 +129,14 @@ def read_rounds(path: str | Path, run: str | None = None) -> Rounds:
         counts = ", ".join(f"{name} ({len(prompts)} prompts)" for name, prompts in runs.items())
         raise RoundsError(f"{path} holds several runs: choose one with --run NAME: {counts}")
     return from_prompts(next(iter(runs.values())).values())
+
+
+def named(names: Iterable[str], run: str | None) -> list[str]:
+    """The names that ``run`` means: those equal to it but for an ``@SETTINGS``, else those that begin with it."""
+    known, wanted = list(names), run or ""
+    return [name for name in known if name == wanted or name.startswith(f"{wanted}@")] or [
+        name for name in known if name.startswith(wanted)
+    ]
 
 
 _Round = tuple[int, int, list[float] | None]

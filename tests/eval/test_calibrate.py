@@ -195,6 +195,35 @@ def test_records_files(tmp_path) -> None:
         from_prompts([[(2, 3, [0.5, 0.5])]])
 
 
+def test_a_run_is_named_in_full_before_its_beginning_counts(tmp_path) -> None:
+    """--run dspark-k7-b1, which an evaluation prints, is not dspark-k7-b16; NAME@SETTINGS finds its drafter too."""
+    lines = {"dspark-k7-b1": ["one"], "dspark-k7-b16": ["two"], "other-k7-b1": ["three", "four"]}
+    for name, settings in lines.items():
+        text = ""
+        for number, key in enumerate(settings):
+            rounds = [[2, 1, 2]] * (len(name) + number)
+            text += json.dumps(
+                {"prompt": "p", "settings": key, "rounds": rounds, "confidence": [[0.5, 0.5]] * len(rounds)}
+            )
+            text += "\n"
+        (tmp_path / f"records-{name}-rank0.jsonl").write_text(text)
+    assert len(read_rounds(tmp_path, "dspark-k7-b1")) == len("dspark-k7-b1")
+    assert len(read_rounds(tmp_path, "dspark-k7-b16")) == len("dspark-k7-b16")
+    assert len(read_rounds(tmp_path, "other-k7-b1@four")) == len("other-k7-b1") + 1
+    for ambiguous in ("dspark", "other-k7-b1", None):
+        with pytest.raises(RoundsError, match="choose one with --run"):
+            read_rounds(tmp_path, ambiguous)
+    variants = [{"id": name, "drafter": {"folder": f"made/{name}", "confidence": True}} for name in lines]
+    (tmp_path / "results.json").write_text(json.dumps({"variants": variants}))
+    described = {
+        run: calibrate._described(tmp_path, run).get("folder") for run in (*lines, "other-k7-b1@four", "dspark")
+    }
+    assert described == {name: f"made/{name}" for name in lines} | {
+        "other-k7-b1@four": "made/other-k7-b1",
+        "dspark": None,
+    }
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A target, a DSpark and an EAGLE-3 drafter with random weights, and prompts."""
