@@ -30,16 +30,19 @@ REJECT = 1e-3
 
 @torch.no_grad()
 def exact(target: Target, prompt: list[int], k: int) -> dict[tuple[int, ...], float]:
-    """Probability of every answer of three tokens, in float64."""
+    """Probability of every answer of three tokens, in float64 from the target's logits."""
 
     def top(last_D: torch.Tensor) -> list[tuple[int, float]]:
         values, ids = target.logits(last_D).double().topk(k)
         return list(zip(ids.tolist(), values.softmax(-1).tolist(), strict=True))
 
-    firsts = top(target(torch.tensor([prompt]), taps=False).last_BTD[0, -1])
-    after_first = target(torch.tensor([[*prompt, t] for t, _ in firsts]), taps=False).last_BTD[:, -1]
+    def last_states(rows: list[list[int]]) -> torch.Tensor:
+        return target(torch.tensor(rows, device=target.device), taps=False).last_BTD[:, -1]
+
+    firsts = top(last_states([prompt])[0])
+    after_first = last_states([[*prompt, t] for t, _ in firsts])
     pairs = [(t, u, p * q) for (t, p), last_D in zip(firsts, after_first, strict=True) for u, q in top(last_D)]
-    after_pair = target(torch.tensor([[*prompt, t, u] for t, u, _ in pairs]), taps=False).last_BTD[:, -1]
+    after_pair = last_states([[*prompt, t, u] for t, u, _ in pairs])
     return {(t, u, v): p * q for (t, u, p), last_D in zip(pairs, after_pair, strict=True) for v, q in top(last_D)}
 
 
@@ -68,7 +71,7 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=64)
     options = parser.parse_args()
     candidate = choose.candidates([options.drafter] if options.drafter else [])[0]
-    target = Target.load(choose.target_config(None, [candidate], "auto", False))
+    target = Target.load(choose.target_config(None, [candidate], "float32", False))
     drafter = drafters.load(candidate.folder, target)
     prompt = render_prompt(target.tokenizer, [{"role": "user", "content": PROMPT}], False)
     expected = exact(target, prompt, options.top_k)

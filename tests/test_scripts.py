@@ -5,6 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from deepspec.models.target import Target
+from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1] / "scripts"
 SCRIPTS = sorted(path for path in ROOT.rglob("*.py") if path.name not in ("__init__.py", "reference_step.py"))
@@ -45,3 +49,19 @@ def test_the_markov_head_of_a_small_batch_costs_what_reading_it_costs() -> None:
     assert markov.computed(shape, 1) == pytest.approx((head / drafting, head / (drafting + verifying)))
     # At batch 1000 by its arithmetic: γ tokens through drafter and head, γ + 1 through the target.
     assert markov.computed(shape, 1000)[0] == pytest.approx(head / (7 * drafting))
+
+
+def test_the_exact_distribution_is_the_target_s() -> None:
+    """Every answer of three tokens by the chain rule, one forward after the other."""
+    target = Target.from_model(tiny_model("qwen3"))
+    expected = load(ROOT / "check_lossless.py").exact(target, [3, 1, 4], 3)
+    assert sum(expected.values()) == pytest.approx(1)
+    assert len(expected) == 27
+    answer = max(expected, key=lambda tokens: expected[tokens])
+    probability, tokens = 1.0, [3, 1, 4]
+    for token in answer:
+        logits_V = target.logits(target(torch.tensor([tokens]), taps=False).last_BTD[0, -1]).double()
+        values, ids = logits_V.topk(3)
+        probability *= float(values.softmax(-1)[ids.tolist().index(token)])
+        tokens.append(token)
+    assert expected[answer] == pytest.approx(probability, rel=1e-4)
