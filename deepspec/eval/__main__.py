@@ -15,6 +15,7 @@ from deepspec.eval import choose, cli, exactness, report, suites, summary, table
 from deepspec.eval.choose import Candidate
 from deepspec.eval.records import Record
 from deepspec.eval.run import Plan, RunConfig, Session, first_turns, next_turns
+from deepspec.eval.sps import load_profile
 from deepspec.eval.summary import PLAIN, Variant
 from deepspec.files import atomic_write, provenance, write_json
 from deepspec.models import drafter as checkpoints
@@ -32,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with distributed_job():
             return evaluate(options, command)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:  # an OSError: the hub, the disk
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped. Run the same command again to continue; answers on disk are kept.", file=sys.stderr)
@@ -55,6 +56,8 @@ class distributed_job:
 
 def evaluate(options: argparse.Namespace, command: str) -> int:
     """The whole evaluation."""
+    if options.sps is not None:
+        load_profile(options.sps)  # a wrong one is said before hours of plain decoding
     drafters = choose.candidates(options.drafter, taps=options.taps) if options.drafter or not options.baselines else []
     cfg = choose.target_config(options.target, drafters, options.dtype, options.thinking)
     loaded = suites.load(

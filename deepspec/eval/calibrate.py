@@ -221,8 +221,8 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     try:
         run(parser().parse_args(argv))
-    except ValueError as error:
-        print(f"calibrate: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:  # an OSError: the hub, the disk
+        print(f"calibrate: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
 

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "deepspec.eval.engine_check", *(sys.argv[1:] if argv is None else argv)])
     try:
         result = check(options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # an OSError: the hub, the disk
         print(f"error: {error}", file=sys.stderr)
         return 2
     report = {"format": FORMAT, "version": VERSION, "command": command, **result, "provenance": provenance()}

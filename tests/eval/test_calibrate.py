@@ -292,6 +292,10 @@ def test_command_decodes_stores_and_is_undone(trained, capsys) -> None:
 def test_drafters_without_a_confidence_head(trained, capsys) -> None:
     assert decode_and_calibrate(trained, "eagle3") == 2
     assert "--max-probability" in capsys.readouterr().err
+    assert decode_and_calibrate(trained, "dspark", "--target", trained / "drafters") == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("calibrate: ")
+    assert "config.json" in said, "a target that transformers cannot open is one line"
     assert decode_and_calibrate(trained, "eagle3", "--max-probability", "--temperature", 0) == 0
     fields = json.loads((trained / "drafters" / "eagle3" / "config.json").read_text())["deepspec"]
     if "calibration" in fields:  # stored only when it helped

@@ -250,6 +250,8 @@ def test_a_thinking_mismatch_warns(place, tmp_path, capsys):
         (("--drafter", "nowhere"), "--drafter nowhere: no such folder"),
         (("--drafter", "{place}/runs"), "holds a config.json"),
         (("--drafter", "{place}/target"), "no drafter layout that is known"),
+        (("--target", "{place}/runs", "--baselines", "ngram"), "config.json"),
+        (("--schedule", "causal", "--sps", "typo.json", "--baselines", "ngram"), "typo.json does not exist: make it"),
         (("--target", "qwen99", "--baselines", "ngram"), "neither a folder nor a recipe; recipes: "),
         (
             ("--suite", "nothing", "--baselines", "ngram", "--target", "{place}/target"),
@@ -268,9 +270,10 @@ def test_mistakes_are_one_line(place, tmp_path, capsys, monkeypatch, arguments, 
             given += [option, str(value)]
     assert evaluate(*given, "--output", tmp_path / "out") == 2
     error = capsys.readouterr().err
-    assert message in error
     assert error.splitlines()[-1].startswith("error: ")
+    assert message in error.splitlines()[-1]
     assert "Traceback" not in error
+    assert not (tmp_path / "out").exists(), "said before anything was decoded"
 
 
 def test_no_drafter_at_all_says_how_to_get_one(tmp_path, monkeypatch, capsys):
