@@ -275,12 +275,13 @@ def describe_data(item: suites.Loaded, plan: Plan) -> dict[str, Any]:
 def finish(results: dict[str, Any], output: Path, options: argparse.Namespace) -> int:
     """Write results, tables and the report, print the tables and what to do next."""
     write_json(output / "results.json", results)
-    tables = table.tables(results)
+    tables, notes = table.tables(results), table.notes(results)
     with atomic_write(output / "table.md") as temporary:
-        temporary.write_text("\n".join(one.markdown() for one in tables), encoding="utf-8")
+        parts = [*(one.markdown() for one in tables), *(f"\\{note}\n" for note in notes)]
+        temporary.write_text("\n".join(parts), encoding="utf-8")
     for one in tables:
         print("\n" + one.text())
-    for text in [*closing_lines(results), *results["warnings"]]:
+    for text in [*notes, *closing_lines(results), *results["warnings"]]:
         print(text)
     if table.headline(results):
         print(f"report: {report.write(results, output)}")

@@ -24,6 +24,8 @@ class Record:
     it differs from accepted + 1 only in a round that a stop token or the token limit cut. The token that the prompt's
     own forward yields belongs to no round. ``wall`` and its parts ``prefill`` … ``other`` are seconds since the
     previous record of the same stream, so that sums over records are totals, also after a resume and at any batch size.
+    ``session`` names the run of the command that measured them, None in records older than this field: seconds of
+    different sessions were measured at different times, and need not compare.
     """
 
     dataset: str
@@ -40,6 +42,7 @@ class Record:
     draft: float
     verify: float
     other: float
+    session: str | None = None
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -49,6 +52,7 @@ class Record:
     @staticmethod
     def parse(value: dict[str, Any]) -> "Record":
         """The record of a parsed line; raises KeyError or TypeError when fields are missing."""
+        value = {"session": None, **value}
         fields = {name: value[name] for name in Record.__dataclass_fields__}
         fields["rounds"] = [tuple(item) for item in fields["rounds"]]
         return Record(**fields)

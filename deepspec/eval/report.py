@@ -66,7 +66,7 @@ def build(results: Results) -> str:
         f"{settings['max_new_tokens']} new tokens · {'thinking' if settings['thinking'] else 'non-thinking'} · "
         f"{settings['device']}, {settings['dtype']} · {results['created'][:10]}"
     )
-    warnings = "".join(page.warning(text) for text in results.get("warnings", []))
+    warnings = "".join(page.warning(text) for text in [*results.get("warnings", []), *table.notes(results)])
     title = f"Speculative decoding of {target['name']}"
     footer = "Made by deepspec.eval. Definitions of all metrics: docs/evaluation.md."
     return page.document(title, lead, warnings + _cards(results, shown), sections, footer)
@@ -98,7 +98,7 @@ def _results(results: Results, shown: Sequence[Results]) -> Section:
     tables = [table.drafter_table(item, results["settings"]["temperature"]) for item in shown]
     body = page.paragraph(
         "τ counts the tokens that one verification commits, the target's own token included, with a 95 % bootstrap "
-        "interval over prompts. Tokens per second are wall clock, end to end, in one process.",
+        "interval over prompts. Tokens per second are wall clock, end to end, for each process.",
         "note",
     )
     body += page.figure(

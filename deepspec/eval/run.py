@@ -7,10 +7,13 @@ import hashlib
 import json
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from deepspec import distributed
 from deepspec.data import chat
@@ -132,6 +135,7 @@ class Session:
     def __init__(self, target: Target, config: RunConfig, output: Path, *, quiet: bool = False) -> None:
         self.target, self.config, self.output = target, config, output
         self.quiet = quiet or not distributed.is_main()
+        self.name = session_name()
 
     def settings(self, variant: Variant) -> str:
         """Names everything that decides the rounds of a variant; records of another key are not reused."""
@@ -220,7 +224,7 @@ class Session:
             completions = self._generate(variant, drafter, group, self.config.max_new_tokens, timings, progress)
             for completion in completions:
                 now = time.perf_counter()
-                yield _record(by_index[completion.index], completion, now - mark, timings, before)
+                yield _record(by_index[completion.index], completion, now - mark, timings, before, self.name)
                 before, mark = Timings(**vars(timings)), now
 
     def _generate(
@@ -250,7 +254,15 @@ class Session:
         )
 
 
-def _record(ask: Ask, completion: Completion, wall: float, after: Timings, before: Timings) -> Record:
+def session_name() -> str:
+    """A name for this run of the command, the same on every rank."""
+    names = [uuid.uuid4().hex[:12]]
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(names)
+    return names[0]
+
+
+def _record(ask: Ask, completion: Completion, wall: float, after: Timings, before: Timings, session: str) -> Record:
     parts = {name: getattr(after, name) - getattr(before, name) for name in ("prefill", "draft", "verify")}
     rounds = completion.rounds
     known = any(item.confidence is not None for item in rounds)
@@ -266,6 +278,7 @@ def _record(ask: Ask, completion: Completion, wall: float, after: Timings, befor
         confidence=[[round(c, 5) for c in item.confidence or ()] for item in rounds] if known else None,
         wall=round(wall, 6),
         other=round(max(0.0, wall - sum(parts.values())), 6),
+        session=session,
         **{name: round(seconds, 6) for name, seconds in parts.items()},
     )
 

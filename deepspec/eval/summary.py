@@ -53,6 +53,9 @@ def variant_results(
     out: dict[str, Any] = {"id": variant.id, **asdict(variant), "datasets": {}, "domains": {}}
     for name, counts in tallies.items():
         out["datasets"][name] = _one(counts, decoded[name], plain_tallies.get(name), seed_of(name, seed), variant)
+        if "speed_up" in out["datasets"][name]:
+            compared = (*decoded[name], *(plain or {})[name])
+            out["datasets"][name]["sessions"] = len({record.session for record in compared})
     for domain in dict.fromkeys(domains[name] for name in tallies):
         members = [name for name in tallies if domains[name] == domain]
         records = [record for name in members for record in decoded[name]]

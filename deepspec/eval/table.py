@@ -74,6 +74,27 @@ def times(metric: Results | None) -> str:
     return "–" if not metric or metric["value"] is None else f"{metric['value']:.2f}×"
 
 
+def mixed(data: Results) -> bool:
+    """Whether a data set's speed-up divides seconds that several runs of the command measured."""
+    return data.get("sessions", 1) > 1
+
+
+def _starred(metric: Results | None, marked: bool) -> str:
+    return times(metric) + "*" * (marked and bool(metric))
+
+
+def notes(results: Results) -> list[str]:
+    """What a reader of the tables must know about their figures."""
+    labels = [item["label"] for item in results["variants"] if any(map(mixed, item["datasets"].values()))]
+    if not labels:
+        return []
+    return [
+        f"* speed-ups of {', '.join(dict.fromkeys(labels))} divide seconds of different runs of the command, as "
+        "answers on disk were reused: the machine may have been faster in one of them. A new --output times all in "
+        "one run."
+    ]
+
+
 def identical(check: Results | None) -> str:
     """``40 of 40``, with the differing prompts that are floating-point ties named."""
     if not check:
@@ -106,7 +127,7 @@ def drafter_table(item: Results, temperature: float) -> Table:
                 positions(data["conditional_acceptance"]["value"]),
                 number(data.get("plain_tokens_per_second"), 1),
                 number(data["tokens_per_second"]["value"], 1),
-                times(data.get("speed_up")),
+                _starred(data.get("speed_up"), mixed(data)),
                 identical(data.get("identity")),
             )
         )
@@ -120,7 +141,7 @@ def drafter_table(item: Results, temperature: float) -> Table:
             positions(macro["conditional_acceptance"]["value"]),
             "",
             number(macro["tokens_per_second"]["value"], 1),
-            times(macro.get("speed_up")),
+            _starred(macro.get("speed_up"), any(map(mixed, item["datasets"].values()))),
             identical(total),
         )
     )

@@ -118,6 +118,21 @@ def test_an_interrupted_run_continues_and_gives_the_same_answers(place, compared
     assert len(again) == 6
 
 
+def test_a_speed_up_over_plain_records_of_an_earlier_run_says_so(place, tmp_path, capsys):
+    arguments = ("--baselines", "ngram", "--limit", 2)
+    for _ in range(2):  # the second time everything is reused, plain and drafter of one run
+        assert run(place, tmp_path, *arguments) == 0
+        assert "different runs of the command" not in capsys.readouterr().out
+        assert results(tmp_path)["variants"][1]["datasets"]["mine"]["sessions"] == 1
+    (tmp_path / "records-ngram-k7-b1-rank0.jsonl").unlink()  # as after training a drafter again
+    assert run(place, tmp_path, *arguments) == 0
+    assert "* speed-ups of ngram divide seconds of different runs of the command" in capsys.readouterr().out
+    assert results(tmp_path)["variants"][1]["datasets"]["mine"]["sessions"] == 2
+    text = (tmp_path / "table.md").read_text()
+    assert "×* |" in text
+    assert "\\* speed-ups of ngram" in text
+
+
 def test_other_settings_do_not_reuse_records(place, tmp_path, capsys):
     for seed in (1, 1, 2):
         assert run(place, tmp_path, "--baselines", "ngram", "--temperature", 1, "--seed", seed, "--limit", 3) == 0
@@ -333,4 +348,5 @@ def test_ranks_with_uneven_prompts_give_the_same_results(place, compared, tmp_pa
     for name in ("plain-k0-b1", "dspark-k4-b1"):
         for key in ("tau", "rounds", "tokens", "conditional_acceptance", "prompts"):
             assert ours[name]["datasets"]["mine"][key] == one[name]["datasets"]["mine"][key]
+    assert ours["dspark-k4-b1"]["datasets"]["mine"]["sessions"] == 1, "the ranks are one session"
     assert done.stdout.count("report: ") == 1

@@ -1,5 +1,8 @@
 """Records survive kills, and only records of the same settings are read back."""
 
+import dataclasses
+import json
+
 import pytest
 
 from deepspec.eval import records
@@ -24,6 +27,15 @@ def test_round_trip_by_settings(tmp_path):
     assert records.read([path], "one") == {("d", "p", 0): record("p"), ("d", "p", 1): record("p", 1)}
     assert list(records.read([path], "two")) == [("d", "q", 0)]
     assert records.read([path], "three") == {}
+
+
+def test_records_of_before_sessions_are_read(tmp_path):
+    path = tmp_path / "records-a.jsonl"
+    write(path, "one", dataclasses.replace(record("p"), session="s1"), record("q"))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    del lines[1]["session"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [item.session for item in records.read([path], "one").values()] == ["s1", None]
 
 
 def test_a_killed_write_is_forgotten_and_written_over(tmp_path):

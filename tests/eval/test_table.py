@@ -1,5 +1,7 @@
 """Tables say what the results say."""
 
+import copy
+
 import pytest
 
 from deepspec.eval import table
@@ -66,3 +68,13 @@ def test_undefined_figures_are_dashes():
     assert table.spread({"value": 2.0, "low": None, "high": None}) == "2.00"
     assert table.times(None) == "–"
     assert table.identical(None) == "–"
+
+
+def test_speed_ups_over_several_sessions_are_marked(results):
+    assert table.notes(results) == []
+    marked = copy.deepcopy(results)
+    item = next(each for each in table.headline(marked) if each["label"] == "dflash")
+    item["datasets"]["mbpp"]["sessions"] = 2
+    assert [row[6][-1] for row in table.drafter_table(item, 0.0).rows] == ["×", "*", "×", "*"]
+    (note,) = table.notes(marked)
+    assert note.startswith("* speed-ups of dflash divide seconds of different runs")
