@@ -124,7 +124,9 @@ def save(
     target = dict(drafter.metadata.get("target") or {})
     target |= {k: v for k, v in (("name", target_name), ("fingerprint", target_fingerprint)) if v is not None}
     if target_path is not None:
-        target |= {"path": target_path, "revision": target_revision}
+        # a relative folder with its dot: models/x alone would be taken for a hub id where that folder is not
+        local = Path(target_path).is_dir() and not Path(target_path).is_absolute()
+        target |= {"path": f"./{Path(target_path)}" if local else target_path, "revision": target_revision}
     metadata = drafter.metadata | {
         "format_version": FORMAT_VERSION,
         "kind": drafter.config.kind,

@@ -78,6 +78,15 @@ def test_saving_again_keeps_the_facts(tmp_path):
     assert all(t.dtype == torch.bfloat16 for t in load_file(tmp_path / "copy" / "model.safetensors").values())
 
 
+def test_a_relative_target_folder_cannot_be_taken_for_a_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "x").mkdir(parents=True)
+    given = {"models/x": "./models/x", "./models/x": "./models/x", "org/x": "org/x", str(tmp_path): str(tmp_path)}
+    for path, recorded in given.items():
+        drafters.save(drafter(), tmp_path / "d", target_path=path)
+        assert drafters.read_config(tmp_path / "d")["deepspec"]["target"]["path"] == recorded
+
+
 def test_head_in_the_folder_replaces_the_target(tmp_path):
     model = drafter(family="gemma4")
     drafters.save(model, tmp_path, include_head=True, dtype=torch.float32)
