@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
 
 from deepspec.eval.sps import SPSProfile, SPSTable, load_profile
 from deepspec.files import provenance
@@ -27,7 +26,7 @@ from deepspec.models.kv_cache import KVCache
 from deepspec.models.target import Target
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-_ROUNDS = 12  # tokens that each request decodes while drafting is timed: of random prompts, about as many rounds
+_ROUNDS = 12  # rounds in which drafting is timed
 
 
 @dataclass(frozen=True)
@@ -99,27 +98,58 @@ def measure_drafting(target: Target, drafter: Any, how: Measuring) -> dict[str, 
     Timed in ``generate`` itself, for 1, 2, 4, … requests up to those of the largest step, behind the longest context.
     Returns ``draft_seconds`` and ``draft_row_seconds`` (``fit_drafting``) and the points they come from, ``drafting``.
     """
-    most, context = -(-how.sizes[-1] // how.width), max(1, how.contexts[-1])
+    most, tokens = -(-how.sizes[-1] // how.width), (_ROUNDS + 1) * (drafter.block_size + 1)
+    context = max(1, min(how.contexts[-1], target.config.max_position_embeddings - tokens))
     counts = sorted({*(2**power for power in range(most.bit_length()) if 2**power < most), most})
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, target.vocab_size, (most, context), generator=generator).tolist()
     points = []
     for requests in counts:
-        samples = []
-        for _ in range(1 + max(1, how.repeats // 2)):  # the first warms up
-            timings = Timings()
-            options = {"batch_size": requests, "max_new_tokens": _ROUNDS, "stop_ids": (), "timings": timings}
-            list(generate(target, prompts[:requests], drafter=drafter, **options))
-            samples.append((timings.draft + timings.other) / timings.rounds)
+        turns = range(1 + max(1, how.repeats // 2))  # the first warms up
+        samples = [_drafting_seconds(target, drafter, prompts[:requests], tokens) for _ in turns]
         points.append({"requests": requests, "seconds": statistics.median(samples[1:])})
     base, each = fit_drafting(points)
     return {"draft_seconds": base, "draft_row_seconds": each, "drafting": points}
 
 
+class _EnoughError(Exception):
+    """Ends a decoding that has been timed."""
+
+
+def _drafting_seconds(target: Target, drafter: Any, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+    """Mean of the first rounds; ``tokens`` are so many that no row ends in them and every row drafts whole blocks."""
+    timings = Timings()
+
+    def watch(_: int) -> None:
+        if timings.rounds == _ROUNDS:
+            raise _EnoughError
+
+    try:
+        for _ in generate(
+            target,
+            prompts,
+            drafter=drafter,
+            batch_size=len(prompts),
+            max_new_tokens=tokens,
+            stop_ids=(),
+            timings=timings,
+            progress=watch,
+        ):
+            pass
+    except _EnoughError:
+        pass
+    return (timings.draft + timings.other) / timings.rounds
+
+
 def fit_drafting(points: Sequence[dict[str, Any]]) -> tuple[float, float]:
     """Seconds of a step and of each request in it: least squares over the points, neither negative."""
-    design = np.array([[1.0, point["requests"]] for point in points])
-    (base, each), _ = nnls(design, np.array([point["seconds"] for point in points]))
+    requests = np.array([point["requests"] for point in points], dtype=float)
+    seconds = np.array([point["seconds"] for point in points])
+    each, base = np.polyfit(requests, seconds, 1) if len(points) > 1 else (0.0, seconds[0])
+    if each < 0:
+        return float(seconds.mean()), 0.0
+    if base < 0:
+        return 0.0, float(requests @ seconds / (requests @ requests))
     return float(base), float(each)
 
 
@@ -143,7 +173,10 @@ class _Steps:
         self.cache: KVCache = target.new_cache(self.rows, context + how.width)
         self.generator = torch.Generator().manual_seed(0)
         self.cache.add(self.rows)
-        self.prefill_rate = self._prefill() if context else 0.0
+        self.prefill_rate = 0.0
+        for _ in range(2 if context else 0):  # the first warms up
+            self.cache.truncate([0] * self.rows)
+            self.prefill_rate = self._prefill()
         for size in how.sizes:  # warm-up: kernels, allocator
             self._step(size)
 
