@@ -58,7 +58,8 @@ class DraftBatch:
 
     positions_BS are absolute within the document; segments_BS is the document's index in ``ids``, −1 on padding;
     last_row_BS[b, t] is the row of last_LD that holds p for token t+1, −1 where there is none; anchors_BN are
-    positions in the row, ascending, absent ones (−1) last. log_z_L, top_L: as in Sample, None unless all have them.
+    positions in the row, ascending, absent ones (−1) last; N is what the fullest row needs, at least 1. log_z_L, top_L:
+    as in Sample, None unless all have them.
     """
 
     tokens_BS: torch.Tensor
@@ -147,7 +148,8 @@ def collate(
     buckets = buckets or Buckets()
     rows = pack([len(sample) for sample in samples], pack_tokens)
     width = _round_up(max(sum(len(samples[i]) for i in row) for row in rows), buckets.tokens)
-    count = _round_up(max(len(row) for row in rows) * anchors_per_sample, buckets.anchors)
+    drawn = [_draw(sample, anchors_per_sample, seed, epoch) for sample in samples]
+    count = _round_up(max(1, *(sum(len(drawn[i]) for i in row) for row in rows)), buckets.anchors)
     states = _round_up(sum(len(sample.last_ID) for sample in samples), buckets.states)
     batch = _blank(len(rows), width, count, states, samples[0])
     batch.ids = [sample.id for sample in samples]
@@ -156,18 +158,18 @@ def collate(
         batch.top_L = torch.zeros(states, dtype=torch.int64)
     used = 0
     for b, row in enumerate(rows):
-        start, drawn = 0, []
+        start, filled = 0, 0
         for index in row:
-            sample = samples[index]
-            used = _place(batch, sample, index, b, start, used)
-            draws = anchor_draws.draw(
-                sample.supervised_S, anchors_per_sample, anchor_draws.generator(seed, epoch, sample.id)
-            )
-            drawn.append(draws[draws >= 0] + start)
-            start += len(sample)
-        present = torch.cat(drawn)
-        batch.anchors_BN[b, : len(present)] = present
+            used = _place(batch, samples[index], index, b, start, used)
+            batch.anchors_BN[b, filled : filled + len(drawn[index])] = drawn[index] + start
+            start, filled = start + len(samples[index]), filled + len(drawn[index])
     return batch
+
+
+def _draw(sample: Sample, count: int, seed: int, epoch: int) -> torch.Tensor:
+    """Positions of at most ``count`` anchors of a sample, ascending."""
+    draws = anchor_draws.draw(sample.supervised_S, count, anchor_draws.generator(seed, epoch, sample.id))
+    return draws[draws >= 0]
 
 
 def empty_batch(

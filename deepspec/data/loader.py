@@ -26,10 +26,10 @@ class DataConfig:
 
     ``source`` "cache" reads the target cache in ``path``; "online" reads the responses in ``path`` and runs the frozen
     target in the training process, which first answers the prompts in the file ``prompts``, if given, that have no
-    answer in ``path`` yet. ``global_batch`` counts sequences over all ranks; ``micro_tokens`` bounds the padded
-    tokens of one forward of one rank. ``heldout`` is the share of samples, chosen by a hash of their id, that is kept
-    for the held-out loss (at most ``heldout_max`` of them are used). ``prefetch`` is the number of global steps read
-    ahead.
+    answer in ``path`` yet. ``global_batch`` counts sequences over all ranks; ``micro_tokens`` bounds the padded tokens,
+    and likewise the drafted positions, of one forward of one rank. ``heldout`` is the share of samples, chosen by a
+    hash of their id, that is kept for the held-out loss (at most ``heldout_max`` of them are used). ``prefetch`` is the
+    number of global steps read ahead.
     """
 
     source: str = "cache"
@@ -171,8 +171,9 @@ class Loader:
         yield from prefetched((self._collate(group, 0) for group in groups), self.config.prefetch)
 
     def _mine(self, rows: list[int]) -> list[list[int]]:
-        lengths = [self._lengths[row] for row in rows]
-        groups = split(lengths, self.world_size, self.config.micro_tokens, self.config.pack_tokens is not None)
+        anchors, size = self.config.anchors, self.block_size
+        sizes = [max(length, min(anchors, length) * size) for length in (self._lengths[row] for row in rows)]
+        groups = split(sizes, self.world_size, self.config.micro_tokens, self.config.pack_tokens is not None)
         return [[rows[place] for place in group] for group in groups[self.rank]]
 
     def _collate(self, rows: list[int], epoch: int) -> DraftBatch:

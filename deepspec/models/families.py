@@ -25,12 +25,10 @@ class Family:
     masks: str = "full"  # how the decoder takes a prepared mask: full, uniform (one, sliding), by_type (a dict)
     scaled_embedding: bool = False  # embeddings are multiplied by √hidden_size
     softcap_field: str | None = None  # config field of the final logit soft cap
-    unit_offset_norm: bool = False  # RMSNorm multiplies by 1 + weight
     decoder_paths: tuple[str, ...] = _DECODERS
     layers: str = "layers"
     final_norm: str = "norm"
     embed: str = "embed_tokens"
-    lm_head: str = "lm_head"
     end_of_turn: tuple[str, ...] = ()
 
 
@@ -47,7 +45,6 @@ FAMILIES: tuple[Family, ...] = (
         masks="by_type",
         scaled_embedding=True,
         softcap_field="final_logit_softcapping",
-        unit_offset_norm=True,
         end_of_turn=("<end_of_turn>",),
     ),
     Family(

@@ -126,8 +126,12 @@ class KVCache:
         self.rows += count
         return new
 
+    @torch.inference_mode()
     def remove(self, row: int) -> int:
-        """Deactivate ``row``; the last active row takes its place. Returns the index that was moved."""
+        """Deactivate ``row``; the last active row takes its place. Returns the index that was moved.
+
+        In inference mode, because slabs that grew in it cannot be written outside.
+        """
         if not 0 <= row < self.rows:
             raise CacheFullError(f"row {row} is not among the {self.rows} active rows")
         last = self.rows - 1
@@ -180,8 +184,8 @@ class KVCache:
         keys[rows_n1, :, positions_nT] = k_nKTC.transpose(1, 2)
         values[rows_n1, :, positions_nT] = v_nKTC.transpose(1, 2)
 
-    def view(self, layer: int, extra: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, K, L, C] of the active rows, L = longest length + ``extra`` positions appended but not
-        yet advanced. Positions past a row's length are stale: mask them."""
-        stop = min(self.longest + extra, self.positions)
+    def view(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [n, K, L, C] of the active rows, L = longest length. Positions past a row's length are stale:
+        mask them."""
+        stop = self.longest
         return self.keys[layer][: self.rows, :, :stop], self.values[layer][: self.rows, :, :stop]

@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +134,7 @@ class Target:
         self.windows = families.layer_windows(self.config)
         parameters = inspect.signature(type(self.decoder).forward).parameters
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
+        self._lock = threading.Lock()  # of the taps being collected: a reading thread and an evaluation share a target
         self._collected: dict[int, Tensor] = {}
         self._wanted: frozenset[int] = frozenset()
         self._hook_layers()
@@ -284,18 +286,19 @@ class Target:
         if self.family.masks == "by_type":
             mask = dict.fromkeys((*self.config.layer_types, "full_attention", "sliding_attention"), dummy)
         collected: dict[int, Tensor] = {}
-        self._collected, self._wanted = collected, frozenset(taps)
-        try:
-            out = self.decoder(
-                input_ids=plan.flatten(tokens_BT),
-                attention_mask=mask,
-                position_ids=plan.positions,
-                use_cache=plan.cache is not None,
-                ragged=plan,
-                **{self._cache_keyword: RaggedCache(plan) if plan.cache is not None else None},
-            )
-        finally:
-            self._collected, self._wanted = {}, frozenset()
+        with self._lock:
+            self._collected, self._wanted = collected, frozenset(taps)
+            try:
+                out = self.decoder(
+                    input_ids=plan.flatten(tokens_BT),
+                    attention_mask=mask,
+                    position_ids=plan.positions,
+                    use_cache=plan.cache is not None,
+                    ragged=plan,
+                    **{self._cache_keyword: RaggedCache(plan) if plan.cache is not None else None},
+                )
+            finally:
+                self._collected, self._wanted = {}, frozenset()
         return out.last_hidden_state, collected
 
     @torch.no_grad()

@@ -25,8 +25,8 @@ class Average:
             self.tensors[name].lerp_(weight.detach().float(), 1 - decay)
 
     @torch.no_grad()
-    def restore(self, tensors: Mapping[str, torch.Tensor], updates: int = 10**6) -> None:
-        """Continue from saved averages; the ramp is over unless ``updates`` says otherwise."""
+    def restore(self, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
+        """Continue from averages that were saved after so many updates."""
         self.updates = updates
         for name, tensor in tensors.items():
             self.tensors[name].copy_(tensor)

@@ -32,7 +32,8 @@ class Progress:
     """Where a run is. Everything random in training is drawn from (seed, epoch, sample id), so there is no generator
     state to keep: the step alone says which samples and anchors come next.
 
-    identity holds what must not change between the parts of one run.
+    identity holds what must not change between the parts of one run; total is the length that a finished run had, which
+    a longer ``train.steps`` takes up again.
     """
 
     step: int = 0
@@ -41,6 +42,7 @@ class Progress:
     stale: int = 0
     skipped: int = 0
     finished: bool = False
+    total: int = 0
     identity: dict[str, Any] = field(default_factory=dict)
 
 

@@ -187,6 +187,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
             raise TrainConfigError(f"name={self.name!r} must be a folder name without '/'")
+        if self.optim.ema is not None and self.engine.zero == 3:
+            raise TrainConfigError(
+                f"optim.ema={self.optim.ema} contradicts engine.zero=3, where no rank has the whole weights: choose "
+                "engine.zero=2"
+            )
 
     @property
     def folder(self) -> str:

@@ -254,6 +254,7 @@ def _deepspeed_config(
     }
     if dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        config["communication_data_type"] = "fp32"  # else sums over ranks are rounded, and depend on their number
         if cfg.zero > 0:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config

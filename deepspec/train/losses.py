@@ -94,9 +94,9 @@ def fused_loss(
 
     Gradients flow to h, m and W2 only. index_X: row of last_LD, −1 for none; labels_X: target token ids. Only the
     plan's rows are computed; by default those with a target and a weight that is not zero. Memory: ``chunk_bytes``
-    (128 MiB on the CPU, 1 GiB elsewhere) for the logits of q and p together, half as much again with a softcap, plus
-    the gradient of W2. ``known`` spares p the logits outside a reduced draft vocabulary, and is not needed without one.
-    Raises ValueError when only one of ``m_XR`` and ``w2_VR`` is given.
+    (128 MiB on the CPU, 1 GiB elsewhere) for the logits of q and p and what is made of them, half as much again with a
+    softcap, plus the gradient of W2. ``known`` spares p the logits outside a reduced draft vocabulary, and is not
+    needed without one. Raises ValueError when only one of ``m_XR`` and ``w2_VR`` is given.
     """
     if (m_XR is None) != (w2_VR is None):
         raise ValueError("the Markov head needs both m_XR and w2_VR: give both or neither")
@@ -186,8 +186,9 @@ class _Pass:
         """Plan the chunks; buffers for the largest: z_CV (logits, then q, then gradient), p_UT and the tiles' two."""
         words, targets = len(self.q_head_VD), len(self.p_head)
         size = self.dtype.itemsize
-        rows = max(1, chunk_bytes // (size * (words + targets)))
-        tile_rows = max(1, CPU_TILE_BYTES // (size * words)) if self.h_AD.device.type == "cpu" else rows
+        on_cpu = self.h_AD.device.type == "cpu"
+        rows = max(1, chunk_bytes // (size * (words * (1 if on_cpu else 3) + targets)))  # elsewhere a tile is a chunk
+        tile_rows = max(1, CPU_TILE_BYTES // (size * words)) if on_cpu else rows
         self.chunks = self.plan.chunks(rows, tile_rows)
         most = max((chunk.x1 - chunk.x0 for chunk in self.chunks), default=0)
         most_targets = max((chunk.u1 - chunk.u0 for chunk in self.chunks), default=0)

@@ -151,7 +151,7 @@ def objective(
     )
     loss, metrics = losses.total, _metrics(losses, rows, drafter.config, weights)
     if weights.feature:
-        term = _feature(hidden_BNGD, batch.last_LD, rows)
+        term = _feature(hidden_BNGD, batch.last_LD, rows, plan.order_X)
         loss = loss + weights.feature * scale * term
         metrics["feature"] = torch.stack([term.detach(), w_X.sum()])
     if confidence_BNG is not None:
@@ -185,11 +185,11 @@ def _coefficients(config: DrafterConfig, weights: LossWeights, w_X: torch.Tensor
     )
 
 
-def _feature(hidden_BNGD: torch.Tensor, last_LD: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Σ w ‖h − last‖² / ‖last‖² over the rows that count."""
-    last_XD = last_LD[rows.index_BNG[rows.valid_BNG]].float()
-    distance_X = (hidden_BNGD[rows.valid_BNG].float() - last_XD).square().sum(-1)
-    return (rows.weights_BNG[rows.valid_BNG] * distance_X / last_XD.square().sum(-1)).sum()
+def _feature(hidden_BNGD: torch.Tensor, last_LD: torch.Tensor, rows: Rows, order_A: torch.Tensor) -> torch.Tensor:
+    """Σ w ‖h − last‖² / ‖last‖² over the rows that count, which are the plan's."""
+    last_AD = last_LD[rows.index_BNG.flatten()[order_A]].float()
+    distance_A = (hidden_BNGD.flatten(0, 2)[order_A].float() - last_AD).square().sum(-1)
+    return (rows.weights_BNG.flatten()[order_A] * distance_A / last_AD.square().sum(-1)).sum()
 
 
 def _confidence(

@@ -73,9 +73,23 @@ def _memory(run: Prepared, parameters: int, ranks: int) -> int:
     optimizer = 0 if engine.cpu_offload else parameters * 12 // split[0]
     model = parameters * width // split[2] + parameters * 4 // split[1] + optimizer
     head = drafter.head.head_VD.numel() * width * (1 if drafter.head.tied else 2)
-    values = len(drafter.taps) + 1 + (1 if engine.recompute else 4) * (run.cfg.drafter.layers or 1)
-    states = run.cfg.data.micro_tokens * drafter.hf_config.hidden_size * width * values
-    return model + head + states + (CPU_CHUNK_BYTES if run.device.type == "cpu" else DEVICE_CHUNK_BYTES)
+    states = run.cfg.data.micro_tokens * width * ((len(drafter.taps) + 1) * drafter.hf_config.hidden_size)
+    target = 0 if run.target is None else sum(p.numel() * p.element_size() for p in run.target.model.parameters())
+    chunk = CPU_CHUNK_BYTES if run.device.type == "cpu" else DEVICE_CHUNK_BYTES
+    return model + head + states + _activations(run) + target + chunk
+
+
+def _activations(run: Prepared) -> int:
+    """Bytes that the draft layers keep for backward, for as many positions as a micro batch may draft.
+
+    In each layer the inputs of every matmul and of the attention, and what the norms and the gate need of them: about
+    8 times the hidden size, 4 times the queries and 4 times the MLP; with recompute one layer, and the others' inputs.
+    """
+    config, drafter = run.drafter.hf_config, run.cfg.drafter
+    layer = 8 * config.hidden_size + 4 * config.num_attention_heads * config.head_dim + 4 * config.intermediate_size
+    layers = drafter.ttt_length if drafter.kind == "eagle3" else config.num_hidden_layers
+    values = layer + (layers - 1) * (config.hidden_size if run.cfg.engine.recompute else layer)
+    return run.cfg.data.micro_tokens * run.dtype.itemsize * values
 
 
 def table(run: Prepared, plan: Plan, ranks: int) -> str:

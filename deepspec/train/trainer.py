@@ -55,6 +55,7 @@ class Trainer:
         self.bad_in_a_row = 0
         self.signal: int | None = None
         self.expected_tau: float | None = None
+        self.evaluated_step = -1
 
     def fit(self) -> Progress:
         """Train to the end of the schedule, or to ``train.stop_after``.
@@ -63,7 +64,8 @@ class Trainer:
         """
         stop = min(self.total, self.cfg.train.stop_after or self.total)
         say(plan.table(self.run, self.plan, distributed.world_size()))
-        if self.progress.finished or self.progress.step >= stop:
+        ended = self.progress.finished and self.total <= (self.progress.total or self.total)
+        if ended or self.progress.step >= stop:
             say(f"{self.cfg.folder} is complete at step {self.progress.step}: nothing to do")
             return self.progress
         self._open_tracker()
@@ -200,6 +202,7 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Held-out metrics; the best expected τ so far is kept in ``best``."""
+        self.evaluated_step = self.progress.step
         with self._averaged():
             values = evaluation.heldout(self.engine, self.loader)
         tau = values.get("tau")
@@ -269,14 +272,17 @@ class Trainer:
             lambda kind, name: state.tensor(kind, name.removeprefix("drafter.")), state.progress.adam_steps
         )
         if self.average is not None:
-            self.average.restore(state.kind("ema") or state.kind("master"))
+            saved = state.kind("ema")  # none where the average was turned on for this part of the run
+            self.average.restore(saved or state.kind("master"), state.progress.adam_steps if saved else 0)
         say(f"continuing {self.cfg.folder} at step {self.progress.step}")
 
     def _finish(self, *, complete: bool) -> None:
-        self.evaluate()
+        """Save for good. A run that will go on is not evaluated here, so that it goes on as if it had not stopped."""
+        if complete and self.evaluated_step != self.progress.step:
+            self.evaluate()
         if self.progress.best_tau is None and complete:
             self._save_weights(BEST)
-        self.progress.finished = complete
+        self.progress.finished, self.progress.total = complete, self.total
         self.save()
         if self.cfg.train.decode_every:
             self._decode()

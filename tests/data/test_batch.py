@@ -62,7 +62,7 @@ def test_packing_by_hand():
     assert batch.segments_BS.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1], [2, 2, 2, 3, -1, -1, -1, -1]]
     assert batch.positions_BS.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 0, 0, 0, 0, 0]]
     assert batch.last_row_BS.tolist() == [[-1, 0, 1, -1, -1, 2, 3, -1], [4, 5, -1, -1, -1, -1, -1, -1]]
-    assert batch.anchors_BN.tolist() == [[2, 5, 6, -1], [1, -1, -1, -1]]
+    assert batch.anchors_BN.tolist() == [[2, 5, 6], [1, -1, -1]]
     assert batch.ids == ["a", "b", "c", "d"]
 
 

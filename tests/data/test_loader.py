@@ -149,6 +149,17 @@ def test_split_respects_the_budget_and_balances(packed):
             assert max(costs) < 1.5 * sum(costs) / len(costs)
 
 
+def test_drafted_positions_of_short_samples_are_bounded_too():
+    """Short samples draft more positions than they have tokens: blocks of 40, of which two or three rows fit 500."""
+    made = Loader(MemorySource(), config(micro_tokens=500), block_size=40)
+    for step in range(made.steps_per_epoch):
+        for batch in made.step(step):
+            rows, blocks = batch.anchors_BN.shape
+            longest = batch.tokens_BS.shape[1]
+            assert rows == 1 or rows * max(longest, blocks * 40) <= 500
+            assert bool((batch.anchors_BN >= 0).any(0).all())
+
+
 def test_unpacked_micro_batches_waste_little():
     draw = random.Random(3)
     lengths = [min(4096, int(draw.lognormvariate(6.5, 0.7)) + 1) for _ in range(512)]

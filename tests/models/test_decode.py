@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from deepspec.models import kv_cache
 from deepspec.models.baselines import CausalDrafter, PromptLookup
 from deepspec.models.decode import (
     DecodeError,
@@ -24,6 +25,12 @@ def untied_target(family="qwen3", **overrides):
 
 
 PROMPTS = [[5, 9, 5, 9, 5], [7], [int(t) for t in torch.arange(20) * 7 % 90 + 3], [8, 8, 8], [11, 4]]
+
+
+@pytest.fixture(autouse=True)
+def slabs_that_must_grow(monkeypatch):
+    """Rows outgrow the first slabs in every test, as they do behind real prompts."""
+    monkeypatch.setattr(kv_cache, "_FIRST_POSITIONS", 4)
 
 
 class _RowCounter:

@@ -1,5 +1,7 @@
 """Targets against forwards run by hand, with and without ragged caches; the norm-stage proof; loading."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -197,3 +199,18 @@ def test_load_refuses_an_unknown_family_before_reading_weights(tmp_path):
     GPT2Config().save_pretrained(tmp_path)
     with pytest.raises(UnknownFamilyError):
         Target.load(TargetConfig("x", str(tmp_path)), device="cpu")
+
+
+def test_threads_that_share_a_target_get_their_own_taps():
+    """A run that reads ahead online captures in one thread while another evaluates."""
+    target, tokens = tiny_target(), tokens_of(2, 9)
+    wanted = {taps: target(tokens, taps=taps).taps_BTF for taps in ((0, 1, 2), (-1, 2), False)}
+
+    def many(taps):
+        return all(
+            (found is None and wanted[taps] is None) or torch.equal(found, wanted[taps])
+            for found in (target(tokens, taps=taps).taps_BTF for _ in range(20))
+        )
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(many, wanted))

@@ -28,6 +28,7 @@ def test_a_restored_average_goes_on():
     first, second = Average(module, 0.9), Average(module, 0.9)
     for _ in range(3):
         first.update()
-    second.restore(first.tensors)
+    second.restore(first.tensors, first.updates)
     assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
     assert second.tensors["weight"].dtype == torch.float32
+    assert second.updates == 3

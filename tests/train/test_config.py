@@ -2,7 +2,16 @@
 
 import pytest
 
-from deepspec.train.config import EngineConfig, OptimConfig, RunConfig, TrackingConfig, TrainConfigError
+from deepspec.models.drafter_config import DrafterConfig
+from deepspec.models.target import TargetConfig
+from deepspec.train.config import (
+    EngineConfig,
+    OptimConfig,
+    RunConfig,
+    TrackingConfig,
+    TrainConfig,
+    TrainConfigError,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +31,16 @@ from deepspec.train.config import EngineConfig, OptimConfig, RunConfig, Tracking
         (EngineConfig, {"precision": "fp8"}, ["engine.precision='fp8'"]),
         (EngineConfig, {"recompute": True, "zero": 3}, ["engine.recompute=true", "engine.zero=3"]),
         (EngineConfig, {"cpu_offload": True, "zero": 0}, ["engine.cpu_offload=true", "engine.zero=0"]),
+        (
+            TrainConfig,
+            {
+                "target": TargetConfig("t", "t"),
+                "drafter": DrafterConfig(),
+                "optim": OptimConfig(ema=0.9),
+                "engine": EngineConfig(zero=3),
+            },
+            ["optim.ema=0.9", "engine.zero=3"],
+        ),
         (TrackingConfig, {"wandb": "on"}, ["tracking.wandb='on'"]),
     ],
 )

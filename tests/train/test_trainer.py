@@ -234,13 +234,45 @@ def test_averaged_weights_are_saved_and_training_goes_on_with_its_own(folder, wh
     assert float((ema - own).norm()) > 0
 
 
+def test_an_interrupted_average_goes_on_as_if_it_had_not_been(folder):
+    """Its decay still ramps: 10 updates are few beside those that 0.99 needs."""
+    saved = []
+    for name, stops in (("ema-whole", (None,)), ("ema-parts", (3, 7, None))):
+        for stop in stops:
+            cfg = tiny_run.config(folder, name=name, optim__ema=0.99, train__stop_after=stop or "null")
+            tiny_run.trainer(cfg).fit()
+        state = checkpoint.read(cfg.folder)
+        assert state is not None
+        saved.append(state.kind("ema"))
+    for name, value in saved[0].items():
+        torch.testing.assert_close(saved[1][name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_stopping_after_a_step_evaluates_nothing_that_an_uninterrupted_run_would_not(folder, whole):
+    cfg = tiny_run.config(folder, name="parts", train__eval_every=4, train__stop_after=4)
+    assert not tiny_run.trainer(cfg).fit().finished
+    cfg = tiny_run.config(folder, name="parts", train__eval_every=4, train__stop_after=6)
+    assert tiny_run.trainer(cfg).fit().stale == 0
+    tiny_run.trainer(tiny_run.config(folder, name="parts", train__eval_every=4)).fit()
+    assert curve(cfg, "eval") == pytest.approx(curve(whole, "eval"), rel=1e-5)
+
+
+def test_a_finished_run_can_be_lengthened(folder, capsys):
+    short = tiny_run.config(folder, name="longer", train__steps=2)
+    assert tiny_run.trainer(short).fit().finished
+    assert tiny_run.trainer(short).fit().step == 2
+    assert "nothing to do" in capsys.readouterr().out
+    progress = tiny_run.trainer(tiny_run.config(folder, name="longer", train__steps=4)).fit()
+    assert (progress.step, progress.finished, progress.total) == (4, True, 4)
+
+
 def test_early_stop_and_retention(folder):
     cfg = tiny_run.config(
         folder, name="early", train__steps=40, train__lr=1e-9, train__eval_every=1, train__early_stop=2,
         train__keep_every=1, train__keep=2,
     )  # fmt: skip
     trainer = tiny_run.trainer(cfg)
-    heldout = iter([2.0, 2.5, 2.4, 2.5, 2.4])
+    heldout = iter([2.0, 2.5, 2.4, 2.5])  # the last evaluation is not repeated
     import deepspec.train.evaluation as evaluation
 
     original = evaluation.heldout
