@@ -298,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     try:
         run(parser().parse_args(argv))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"profile: {error}", file=sys.stderr)
         return 2
     return 0

@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
     try:
         run(_parser().parse_args(argv))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
     return 0
