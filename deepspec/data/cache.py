@@ -83,7 +83,8 @@ class CacheConfig:
     target forward (padding included) and ``max_padding`` the share of it that may be padding. ``queue_batches`` is how
     far the forward may run ahead of encoding and writing. ``log_normaliser`` stores the log-normaliser and the most
     likely token of p, 8 bytes per last state and one product with the head here: training with a reduced draft
-    vocabulary then needs the target's logits on that vocabulary alone.
+    vocabulary then needs the target's logits on that vocabulary alone. ``replace`` lets a build remove or replace
+    shards of a finished cache made from other samples, another target or other settings; without it that is an error.
     """
 
     folder: str = "cache"
@@ -98,6 +99,7 @@ class CacheConfig:
     log_normaliser: bool = False
     ignore_disk_space: bool = False
     remove_damaged: bool = False
+    replace: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError for values that cannot work."""

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspec.data import record
-from deepspec.data.cache import CacheConfig, CacheManifest, DiskSpaceError, Origin
+from deepspec.data.cache import MANIFEST, CacheConfig, CacheManifest, DiskSpaceError, Origin
 from deepspec.data.cache_reader import CacheReader
+from deepspec.data.cache_replace import finished_manifest, outdated_shards, require_replace
 from deepspec.data.cache_writer import ShardWriter, finalise, finished, read_facts, write_shard
 from deepspec.data.capture import capture, origin_of, probe
 from deepspec.data.capture_plan import (
@@ -76,10 +77,13 @@ class Plan:
 
     def identities(self, origin: Origin) -> list[str]:
         """One fingerprint per shard."""
-        return [
-            _digest([origin.as_dict(), vars(self.settings), self._layout(), self.responses.digest(start, stop)])
-            for start, stop in self.ranges
-        ]
+        return [self.identity(origin, start, stop) for start, stop in self.ranges]
+
+    def identity(self, origin: Origin, start: int, stop: int) -> str:
+        """Fingerprint of a shard of responses ``start`` … ``stop − 1``; where the target lies has no part in it."""
+        weights = {name: origin.target[name] for name in ("fingerprint", "head", "shape")}
+        made = origin.as_dict() | {"target": weights}
+        return _digest([made, vars(self.settings), self._layout(), self.responses.digest(start, stop)])
 
     def _layout(self) -> list[Any]:
         return [self.config.batch_tokens, self.config.max_padding]
@@ -90,11 +94,13 @@ def build_cache(cfg: "DataPipelineConfig", target: Target | None = None) -> Cach
 
     Returns its manifest, or None when other processes still have shards to build. A second run does only what is
     missing: shards of the same responses, target and settings are kept. Raises before any forward for missing
-    responses, another thinking mode, an unusable chat template and too little disk space.
+    responses, another thinking mode, an unusable chat template, too little disk space, and (CacheMismatchError) a
+    finished cache whose samples would be lost, unless ``cache.replace`` is set.
     """
     folder = Path(cfg.out) / cfg.cache.folder
     plan = Plan.of(cfg.cache, Responses(cfg.responses_dir, cfg.cache.limit), cfg.target.thinking)
     key = plan.key(cfg.target)
+    before = finished_manifest(folder)
     if (manifest := _complete(folder, key)) is not None:
         _say(f"{folder} is complete: {manifest.rows} samples, {manifest.tokens} tokens. Nothing to do.")
         return manifest
@@ -107,6 +113,9 @@ def build_cache(cfg: "DataPipelineConfig", target: Target | None = None) -> Cach
         revision=cfg.target.revision,
         log_normaliser=cfg.cache.log_normaliser,
     )
+    outdated = outdated_shards(folder, before, plan, origin) if before is not None else {}
+    if before is not None:
+        require_replace(folder, before, outdated, origin, cfg.cache)
     identities = plan.identities(origin)
     mine = [
         number
@@ -115,6 +124,8 @@ def build_cache(cfg: "DataPipelineConfig", target: Target | None = None) -> Cach
     ]
     tokens = _check_space(folder, plan, target, mine, cfg.cache)
     folder.mkdir(parents=True, exist_ok=True)
+    if outdated:  # the manifest must not describe shards that are being replaced
+        (folder / MANIFEST).unlink(missing_ok=True)
     progress = _build(folder, plan, target, origin, identities, mine, tokens)
     check_usable(progress.kept, progress.dropped, plan.responses.folder)
     if not all(finished(folder, identities)):

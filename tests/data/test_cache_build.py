@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspec.data import cache_build
-from deepspec.data.cache import MANIFEST, DiskSpaceError, shard_name
+from deepspec.data.cache import MANIFEST, CacheMismatchError, DiskSpaceError, shard_name
 from deepspec.data.cache_build import build_cache
 from deepspec.data.cache_reader import CacheReader
 from deepspec.data.responses import ResponsesError, write_part
@@ -99,7 +99,7 @@ def test_a_finished_cache_is_left_alone(tmp_path, capsys):
     assert (tmp_path / "cache" / MANIFEST).read_bytes() == before
 
 
-def test_a_longer_plan_keeps_whole_shards_and_a_shorter_one_removes_the_rest(tmp_path):
+def test_a_longer_plan_keeps_whole_shards_and_a_full_last_one(tmp_path):
     cfg = built(tmp_path, count=16)
     old = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("shard-*.parquet")}
     write_part(cfg.responses_dir / "part-000-000002.parquet", answered(5, seed=9, prefix="s"))
@@ -107,26 +107,85 @@ def test_a_longer_plan_keeps_whole_shards_and_a_shorter_one_removes_the_rest(tmp
     new = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("shard-*.parquet")}
     assert len(new) == 6
     assert {name: new[name] for name in old} == old
-    (cfg.responses_dir / "part-000-000002.parquet").unlink()
-    assert build_cache(cfg, chat_target()).rows == 16
-    assert len(list((tmp_path / "cache").glob("shard-*.parquet"))) == 4
+    write_part(cfg.responses_dir / "part-000-000003.parquet", answered(2, seed=10, prefix="t"))
+    manifest = build_cache(cfg, chat_target())  # the last shard, of one row, grows
+    assert [shard.rows for shard in manifest.shards] == [4, 4, 4, 4, 4, 3]
 
 
-@pytest.mark.parametrize("change", ["codec", "target", "response"])
-def test_changed_inputs_rebuild_the_shards(tmp_path, change):
+def test_a_shorter_plan_is_refused_and_removes_the_rest_only_when_told_to(tmp_path):
+    cfg = built(tmp_path, count=16)
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
+    cfg.cache.limit = 8
+    with pytest.raises(
+        CacheMismatchError, match=r"2 of its 4 shards \(cache\.limit None there, 8 here\).*cache\.replace"
+    ):
+        build_cache(cfg, chat_target())
+    assert {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()} == whole
+    cfg.cache.replace = True
+    target, forwards = counting_target()
+    assert build_cache(cfg, target).rows == 8
+    assert len(list((tmp_path / "cache").glob("shard-*.parquet"))) == 2
+    assert forwards() == 0
+
+
+CHANGES = {
+    "codec": "cache.codec bf16 there, int8 here",
+    "taps": r"target\.taps \[0, 1, 2\] there, \[0, 2\] here",
+    "target": "target weights .* there, weights .* here",
+    "max_length": "cache.max_length 4096 there, 90 here",
+    "shard_rows": "cache.shard_rows 4 there, 8 here",
+    "response": "responses were changed",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_inputs_are_refused_by_name_and_rebuild_the_shards_when_told_to(tmp_path, change):
     cfg = built(tmp_path, count=8)
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
     before = shards(tmp_path)
-    target = chat_target(seed=1 if change == "target" else 0)
+    target = chat_target(seed=1 if change == "target" else 0, taps=[0, 2] if change == "taps" else None)
     if change == "codec":
         cfg.cache.codec = "int8"
+    elif change == "taps":
+        cfg.target.taps = [0, 2]
     elif change == "target":
         cfg.target.path = "another"
-    else:
+    elif change == "response":
         write_part(cfg.responses_dir / "part-000-000001.parquet", answered(8, seed=5)[4:])
+    else:
+        setattr(cfg.cache, change, {"max_length": 90, "shard_rows": 8}[change])
+    with pytest.raises(CacheMismatchError, match=CHANGES[change]):
+        build_cache(cfg, target)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()} == whole
+    cfg.cache.replace = True
     build_cache(cfg, target)
     after = shards(tmp_path)
-    assert after[shard_name(1)] != before[shard_name(1)]
+    assert after.get(shard_name(1)) != before[shard_name(1)]
     assert (after[shard_name(0)] == before[shard_name(0)]) == (change == "response")
+
+
+def test_the_manifest_is_gone_before_the_first_replaced_shard(tmp_path, monkeypatch):
+    cfg = built(tmp_path, count=8)
+    cfg.cache.codec, cfg.cache.replace = "int8", True
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache_build, "write_shard", killed)
+    with pytest.raises(KeyboardInterrupt):
+        build_cache(cfg, chat_target())
+    assert not (tmp_path / "cache" / MANIFEST).exists()
+
+
+def test_a_moved_target_keeps_its_shards(tmp_path):
+    cfg = built(tmp_path, count=8)
+    before = shards(tmp_path)
+    cfg.target.path, cfg.target.revision = "elsewhere", "main"
+    target, forwards = counting_target()
+    target.name, target.path = "moved", "elsewhere"
+    assert build_cache(cfg, target).target["path"] == "elsewhere"
+    assert forwards() == 0
+    assert shards(tmp_path) == before
 
 
 def test_too_little_disk_is_an_error_before_the_first_forward(tmp_path, monkeypatch):
