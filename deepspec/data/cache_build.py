@@ -94,11 +94,14 @@ def build_cache(cfg: "DataPipelineConfig", target: Target | None = None) -> Cach
 
     Returns its manifest, or None when other processes still have shards to build. A second run does only what is
     missing: shards of the same responses, target and settings are kept. Raises before any forward for missing
-    responses, another thinking mode, an unusable chat template, too little disk space, and (CacheMismatchError) a
-    finished cache whose samples would be lost, unless ``cache.replace`` is set.
+    responses, those of another target, another thinking mode, an unusable chat template, too little disk space, and
+    (CacheMismatchError) a finished cache whose samples would be lost, unless ``cache.replace`` is set.
     """
     folder = Path(cfg.out) / cfg.cache.folder
-    plan = Plan.of(cfg.cache, Responses(cfg.responses_dir, cfg.cache.limit), cfg.target.thinking)
+    responses = Responses(cfg.responses_dir, cfg.cache.limit, cfg.target.name)
+    if responses.left_out:
+        _say(f"{responses.folder}: {responses.left_out} answers to held-out prompts are left out")
+    plan = Plan.of(cfg.cache, responses, cfg.target.thinking)
     key = plan.key(cfg.target)
     before = finished_manifest(folder)
     if (manifest := _complete(folder, key)) is not None:
@@ -131,11 +134,13 @@ def build_cache(cfg: "DataPipelineConfig", target: Target | None = None) -> Cach
     if not all(finished(folder, identities)):
         print(f"rank {rank()} has built its shards of {folder}; the last rank to finish writes the manifest")
         return None
-    dropped: Counter[str] = Counter()
+    dropped: Counter[str] = Counter({"held out": responses.left_out} if responses.left_out else {})
     for number in range(len(identities)):
         if (facts := read_facts(folder, number)) is not None:
             dropped.update(facts.dropped)
-    manifest = finalise(folder, len(identities), origin, {"plan": key, "cache": vars(cfg.cache), "dropped": dropped})
+    manifest = finalise(
+        folder, len(identities), origin, {"plan": key, "cache": vars(cfg.cache), "dropped": dict(dropped)}
+    )
     _report(folder, manifest, progress, dropped)
     return manifest
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,24 @@ def test_a_moved_target_keeps_its_shards(tmp_path):
     assert build_cache(cfg, target).target["path"] == "elsewhere"
     assert forwards() == 0
     assert shards(tmp_path) == before
+
+
+def test_dropped_responses_are_counted_in_the_manifest(tmp_path):
+    rows = answered(8)
+    rows[5] = replace(rows[5], finish_reason="length")
+    cfg = pipeline(tmp_path, rows, keep_truncated=False)
+    assert build_cache(cfg, chat_target()).rows == 7
+    assert CacheReader(tmp_path / "cache").manifest.settings["dropped"] == {"truncated": 1}
+
+
+def test_held_out_answers_are_counted_and_not_in_the_cache(tmp_path, capsys):
+    cfg = pipeline(tmp_path, answered(8))
+    cfg.prompts_dir.mkdir()
+    (cfg.prompts_dir / "heldout.jsonl").write_text('{"id": "r003"}\n')
+    manifest = build_cache(cfg, chat_target())
+    assert manifest.settings["dropped"] == {"held out": 1}
+    assert "1 answers to held-out prompts are left out" in capsys.readouterr().out
+    assert CacheReader(tmp_path / "cache").ids() == [f"r{n:03d}" for n in range(8) if n != 3]
 
 
 def test_too_little_disk_is_an_error_before_the_first_forward(tmp_path, monkeypatch):
