@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspec.data.engines import Answer, EngineError, Request, assistant_message, draw_index
+from deepspec.data.engines import NEUTRAL, Answer, EngineError, Request, assistant_message, draw_index
 from deepspec.data.regenerate import RegenerateConfig, Stamp
 
 FINISHED = {"stop": "stop", "tool_calls": "stop", "function_call": "stop", "eos_token": "stop", "length": "length"}
+NO_TOP_K = -1  # how servers spell a top_k that is off; some refuse 0
 BUSY = (429, 503)  # the server's state, not the request's fault
 
 
@@ -217,15 +218,16 @@ class ServersEngine:
             raise _Failure(f"{url} answered garbage: {response.content[:80]!r}") from error
 
     def _body(self, model: str, request: Request) -> dict[str, Any]:
-        """The request; top_k and min_p, which OpenAI does not know, only when they do something.
+        """The request; of sampling settings only those that do something or were given (OpenAI knows few of them).
 
+        One that was given as neutral is sent too: without it a server may apply the model's generation_config.
         ``extra_body`` comes last: it adds fields, replaces them, and takes away those it sets to null.
         """
         body: dict[str, Any] = {"model": model, "messages": _plain(request.messages)}
         body["max_tokens"] = self.stamp.max_new_tokens
         for name, value in self.stamp.sampling.items():
-            if name == "temperature" or value not in (0, 0.0, 1.0, None):
-                body[name] = value
+            if name == "temperature" or value != NEUTRAL[name] or getattr(self.config, name, None) == value:
+                body[name] = NO_TOP_K if name == "top_k" and value == NEUTRAL[name] else value
         if body.get("temperature"):
             body["seed"] = (self.stamp.seed + draw_index(request.id, request.turn)) % 2**31
         if request.tools:
