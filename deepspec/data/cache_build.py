@@ -32,6 +32,7 @@ from deepspec.data.capture_plan import (
 from deepspec.data.codecs import codec_named
 from deepspec.data.estimate import human_bytes, state_bytes
 from deepspec.distributed import is_main, rank, world_size
+from deepspec.files import local_path
 from deepspec.models.target import Target, TargetConfig
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def build_cache(cfg: "DataPipelineConfig", target: Target | None = None) -> Cach
     responses, those of another target, another thinking mode, an unusable chat template, too little disk space, and
     (CacheMismatchError) a finished cache whose samples would be lost, unless ``cache.replace`` is set.
     """
-    folder = Path(cfg.out) / cfg.cache.folder
+    folder = local_path(cfg.cache_path)
     responses = Responses(cfg.responses_dir, cfg.cache.limit, cfg.target.name)
     if responses.left_out:
         _say(f"{responses.folder}: {responses.left_out} answers to held-out prompts are left out")

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from deepspec.data import inspection
@@ -34,6 +35,25 @@ def test_inspect_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(inspection, "_tokenizer", lambda manifest: chat_tokenizer())
     inspection.inspect(built(tmp_path))
     assert "supervised" in capsys.readouterr().out
+
+
+def test_a_url_is_inspected_and_never_written_to(tmp_path, monkeypatch, capsys):
+    cfg = built(tmp_path, count=5)
+    store = fsspec.filesystem("memory")
+    store.put(str(tmp_path / "cache"), "/bucket/run/cache", recursive=True)
+    monkeypatch.setattr(inspection, "_tokenizer", lambda manifest: chat_tokenizer())
+    cfg.out = "memory://bucket/run"
+    inspection.inspect(cfg)
+    assert "memory://bucket/run/cache\n  target     tiny-chat" in capsys.readouterr().out
+    for write in (
+        lambda: verify(cfg),
+        lambda: build_cache(cfg, chat_target()),
+        lambda: merge([cfg.cache_path], "memory://bucket/merged"),
+        lambda: cfg.prompts_dir,
+    ):
+        with pytest.raises(ValueError, match=r"memory://bucket/\S+ is a URL.*local or shared folder"):
+            write()
+    assert len(merge([cfg.cache_path], tmp_path / "copy").shards) == 1
 
 
 def test_verify_names_every_kind_of_damage_and_the_shards_can_be_rebuilt_alone(tmp_path, capsys):
