@@ -50,8 +50,11 @@ def subset(path: str | Path, out: str | Path, keep: Callable[[str, str], bool], 
 def chooser(
     sources: Sequence[str] | None = None, ids_file: str | Path | None = None, share: float = 1.0
 ) -> Callable[[str, str], bool]:
-    """``keep`` for ``subset`` from what the command line gives; all conditions must hold."""
-    wanted = set(Path(ids_file).read_text(encoding="utf-8").split()) if ids_file else None
+    """``keep`` for ``subset`` from what the command line gives; all conditions must hold.
+
+    ``ids_file`` has one id per line; an id may hold spaces.
+    """
+    wanted = set(Path(ids_file).read_text(encoding="utf-8").splitlines()) if ids_file else None
 
     def keep(id: str, source: str) -> bool:
         return (

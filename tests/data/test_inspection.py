@@ -112,6 +112,12 @@ def test_chooser_conditions_hold_together():
     assert not any(keep(id, "b") for id in map(str, range(1000)))
 
 
+def test_ids_are_one_per_line(tmp_path):
+    (tmp_path / "ids").write_text("math 17\nr003\n")
+    keep = chooser(ids_file=tmp_path / "ids")
+    assert [id for id in ("math 17", "math", "17", "r003") if keep(id, "")] == ["math 17", "r003"]
+
+
 def test_merge_and_subset_refuse_what_does_not_fit(tmp_path):
     bf16 = Path(built(tmp_path / "a", count=5).out) / "cache"
     int8 = Path(built(tmp_path / "b", count=5, codec="int8").out) / "cache"
