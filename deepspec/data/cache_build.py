@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from deepspec.data import record
 from deepspec.data.cache import MANIFEST, CacheConfig, CacheManifest, DiskSpaceError, Origin
 from deepspec.data.cache_reader import CacheReader
-from deepspec.data.cache_replace import finished_manifest, outdated_shards, require_replace
+from deepspec.data.cache_replace import finished_manifest, outdated_shards, require_captured, require_replace
 from deepspec.data.cache_writer import ShardWriter, finalise, finished, read_facts, write_shard
 from deepspec.data.capture import capture, origin_of, probe
 from deepspec.data.capture_plan import (
@@ -104,7 +104,8 @@ def build_cache(cfg: "DataPipelineConfig", target: Target | None = None) -> Cach
         _say(f"{responses.folder}: {responses.left_out} answers to held-out prompts are left out")
     plan = Plan.of(cfg.cache, responses, cfg.target.thinking)
     key = plan.key(cfg.target)
-    before = finished_manifest(folder)
+    if (before := finished_manifest(folder)) is not None:
+        require_captured(folder, before)
     if (manifest := _complete(folder, key)) is not None:
         _say(f"{folder} is complete: {manifest.rows} samples, {manifest.tokens} tokens. Nothing to do.")
         return manifest

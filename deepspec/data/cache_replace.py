@@ -18,6 +18,15 @@ def finished_manifest(folder: Path) -> CacheManifest | None:
     return CacheManifest.from_json(file.read_text(encoding="utf-8"), str(folder)) if file.is_file() else None
 
 
+def require_captured(folder: Path, manifest: CacheManifest) -> None:
+    """Raise CacheMismatchError for a merged or subset cache: no build of responses makes or completes it."""
+    if manifest.parents:
+        raise CacheMismatchError(
+            f"{folder} was merged or cut out of {', '.join(manifest.parents)}: give cache.folder=<another folder> to "
+            "build a cache of the responses, or merge or subset into an empty folder"
+        )
+
+
 def outdated_shards(folder: Path, manifest: CacheManifest, plan: "Plan", origin: Origin) -> dict[int, bool]:
     """Whole shards of a finished cache that the plan removes or builds anew, each with whether its samples are lost.
 

@@ -99,7 +99,8 @@ def verify(cfg: "DataPipelineConfig") -> None:
     """Check every byte of a cache in a folder. Raises CacheDamagedError naming each damaged shard and its remedy, and
     ValueError for a URL.
 
-    With ``cache.remove_damaged`` damaged shards are deleted, so that the cache command rebuilds just those.
+    With ``cache.remove_damaged`` damaged shards are deleted, so that the cache command rebuilds just those; not those
+    of a merged or subset cache, which only its parents can give back.
     """
     from tqdm import tqdm
 
@@ -111,7 +112,9 @@ def verify(cfg: "DataPipelineConfig") -> None:
         print(f"{reader.path}: {len(reader)} samples in {len(reader.manifest.shards)} shards, every byte as written")
         return
     names = list(dict.fromkeys(damage.shard for damage in found))
-    if cfg.cache.remove_damaged:
+    if reader.manifest.parents:
+        remedy = reader.manifest.repair
+    elif cfg.cache.remove_damaged:
         for name in names:
             path = Path(reader.path) / name
             path.unlink(missing_ok=True)

@@ -112,6 +112,32 @@ def test_chooser_conditions_hold_together():
     assert not any(keep(id, "b") for id in map(str, range(1000)))
 
 
+def test_a_damaged_merged_cache_names_its_parents_and_no_build_touches_it(tmp_path):
+    cfg = built(tmp_path, count=6)
+    parent = tmp_path / "cache"
+    merge([parent], tmp_path / "merged", shard_rows=3)
+    cfg.cache.folder, cfg.cache.remove_damaged, cfg.cache.replace = "merged", True, True
+    again = rf"merge or subset it again from {parent}"
+    with pytest.raises(CacheMismatchError, match=rf"was merged or cut out of {parent}.*cache\.folder"):
+        build_cache(cfg, chat_target())
+    shard = tmp_path / "merged" / shard_name(1)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CacheDamagedError, match=again):
+        verify(cfg)
+    assert shard.exists()
+    reader = CacheReader(tmp_path / "merged")
+    with pytest.raises(CacheDamagedError, match=again):
+        _ = [reader.sample(row) for row in range(len(reader))]
+    shard.unlink()
+    with pytest.raises(CacheDamagedError, match=rf"missing: .*{again}"):
+        CacheReader(tmp_path / "merged").sample(5)
+    (tmp_path / "merged" / "index.parquet").unlink()
+    with pytest.raises(CacheDamagedError, match=rf"index\.parquet is missing: .*{again}"):
+        CacheReader(tmp_path / "merged")
+
+
 def test_ids_are_one_per_line(tmp_path):
     (tmp_path / "ids").write_text("math 17\nr003\n")
     keep = chooser(ids_file=tmp_path / "ids")
