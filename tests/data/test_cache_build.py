@@ -219,6 +219,48 @@ def test_too_little_disk_is_an_error_before_the_first_forward(tmp_path, monkeypa
     assert build_cache(cfg, target) is not None
 
 
+def test_the_space_asked_for_is_that_of_all_unfinished_shards_whatever_the_rank(tmp_path, monkeypatch):
+    cfg, target = pipeline(tmp_path, answered(18)), chat_target()  # shards of 4, 4, 4, 4, 2
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(cache_build.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(cache_build, "world_size", lambda: 4)
+    said = []
+    for rank in range(4):
+        monkeypatch.setattr(cache_build, "rank", lambda rank=rank: rank)
+        with pytest.raises(DiskSpaceError) as error:
+            build_cache(cfg, target)
+        said.append(str(error.value))
+    monkeypatch.setattr(cache_build, "world_size", lambda: 1)
+    monkeypatch.setattr(cache_build, "rank", lambda: 0)
+    with pytest.raises(DiskSpaceError) as error:
+        build_cache(cfg, target)
+    assert said == 4 * [str(error.value)]
+
+
+def test_leftovers_of_a_kill_are_gone_before_space_is_asked_for(tmp_path, monkeypatch):
+    cfg = pipeline(tmp_path, answered(18))
+    (tmp_path / "cache").mkdir()
+    leftovers = [tmp_path / "cache" / f".{shard_name(number)}.abc.tmp" for number in range(5)]
+    for path in leftovers:
+        path.write_bytes(b"half")
+    seen = []
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(cache_build.shutil, "disk_usage", lambda _: seen.extend(p.exists() for p in leftovers) or usage)
+    monkeypatch.setattr(cache_build, "world_size", lambda: 2)
+    build_cache(cfg, chat_target())
+    assert seen == [False, True, False, True, False]  # those of the other rank may be in use
+
+
+def test_too_many_unusable_responses_are_an_error_however_often_it_is_run(tmp_path, monkeypatch):
+    rows = [replace(row, messages=[{"role": "user", "content": "x" * 5000}, row.messages[1]]) for row in answered(6)]
+    cfg, target = pipeline(tmp_path, answered(18, prefix="a") + rows), chat_target()
+    monkeypatch.setattr(cache_build, "_check_space", lambda *_: 1)  # its sample need not hold them
+    for _ in range(2):
+        with pytest.raises(ResponsesError, match="6 of 24 responses"):
+            build_cache(cfg, target)
+        assert not (tmp_path / "cache" / MANIFEST).exists()
+
+
 def test_other_thinking_mode_and_missing_responses_are_errors(tmp_path):
     cfg = pipeline(tmp_path, answered(8))
     cfg.target.thinking = True
