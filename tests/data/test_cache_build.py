@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspec.data import cache_build
-from deepspec.data.cache import MANIFEST, CacheMismatchError, DiskSpaceError, shard_name
+from deepspec.data.cache import MANIFEST, CacheDamagedError, CacheMismatchError, DiskSpaceError, shard_name
 from deepspec.data.cache_build import build_cache
 from deepspec.data.cache_reader import CacheReader
 from deepspec.data.responses import ResponsesError, write_part
@@ -163,6 +163,14 @@ def test_changed_inputs_are_refused_by_name_and_rebuild_the_shards_when_told_to(
     after = shards(tmp_path)
     assert after.get(shard_name(1)) != before[shard_name(1)]
     assert (after[shard_name(0)] == before[shard_name(0)]) == (change == "response")
+
+
+def test_a_folder_with_another_manifest_is_not_built_into(tmp_path):
+    cfg = pipeline(tmp_path, answered(4))
+    cfg.cache.folder = "responses"
+    (cfg.responses_dir / MANIFEST).write_text('{"stamp": {"target": "tiny-chat"}}')
+    with pytest.raises(CacheDamagedError, match=r"responses/manifest\.json is not the manifest of a target cache"):
+        build_cache(cfg, chat_target())
 
 
 def test_the_manifest_is_gone_before_the_first_replaced_shard(tmp_path, monkeypatch):
