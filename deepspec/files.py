@@ -13,6 +13,16 @@ from pathlib import Path
 from typing import Any
 
 
+def local_path(path: str | Path) -> Path:
+    """``path`` as a place to write to; raises ValueError for a URL."""
+    if "://" in str(path):
+        raise ValueError(
+            f"{path} is a URL, and this command works on folders: give a local or shared folder (training and "
+            "`python -m deepspec.data inspect` read caches from URLs)"
+        )
+    return Path(path)
+
+
 @contextlib.contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder; on success fsync and rename it over ``path``, on error remove it."""

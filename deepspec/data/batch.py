@@ -98,20 +98,6 @@ class DraftBatch:
         return DraftBatch(**moved, ids=self.ids)
 
 
-@dataclass(frozen=True)
-class Buckets:
-    """Multiples that S, N and L are padded to, so that compiled code sees few shapes; 1 pads only to the longest."""
-
-    tokens: int = 1
-    anchors: int = 1
-    states: int = 1
-
-    def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if value < 1:
-                raise ValueError(f"buckets.{name} is {value}: give a positive multiple, 1 for none")
-
-
 def pack(lengths: Sequence[int], pack_tokens: int | None) -> list[list[int]]:
     """Rows of document indices: first fit into rows of at most ``pack_tokens`` tokens; None = one document per row."""
     if pack_tokens is None:
@@ -136,7 +122,6 @@ def collate(
     seed: int,
     epoch: int,
     pack_tokens: int | None = None,
-    buckets: Buckets | None = None,
 ) -> DraftBatch:
     """Draw ``anchors_per_sample`` anchors from every sample and lay the samples out in rows.
 
@@ -145,12 +130,11 @@ def collate(
     documents longer than ``pack_tokens`` and a block size below 1.
     """
     _check(samples, anchors_per_sample, block_size, pack_tokens)
-    buckets = buckets or Buckets()
     rows = pack([len(sample) for sample in samples], pack_tokens)
-    width = _round_up(max(sum(len(samples[i]) for i in row) for row in rows), buckets.tokens)
+    width = max(sum(len(samples[i]) for i in row) for row in rows)
     drawn = [_draw(sample, anchors_per_sample, seed, epoch) for sample in samples]
-    count = _round_up(max(1, *(sum(len(drawn[i]) for i in row) for row in rows)), buckets.anchors)
-    states = _round_up(sum(len(sample.last_ID) for sample in samples), buckets.states)
+    count = max(1, *(sum(len(drawn[i]) for i in row) for row in rows))
+    states = sum(len(sample.last_ID) for sample in samples)
     batch = _blank(len(rows), width, count, states, samples[0])
     batch.ids = [sample.id for sample in samples]
     if all(sample.log_z_I is not None for sample in samples):
@@ -250,7 +234,3 @@ def _place(batch: DraftBatch, sample: Sample, index: int, b: int, start: int, us
         batch.top_L[used : used + states] = sample.top_I
     batch.last_row_BS[b, start : stop - 1][sample.supervised_S[1:]] = torch.arange(used, used + states)
     return used + states
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -83,7 +83,8 @@ class CacheConfig:
     target forward (padding included) and ``max_padding`` the share of it that may be padding. ``queue_batches`` is how
     far the forward may run ahead of encoding and writing. ``log_normaliser`` stores the log-normaliser and the most
     likely token of p, 8 bytes per last state and one product with the head here: training with a reduced draft
-    vocabulary then needs the target's logits on that vocabulary alone.
+    vocabulary then needs the target's logits on that vocabulary alone. ``replace`` lets a build remove or replace
+    shards of a finished cache made from other samples, another target or other settings; without it that is an error.
     """
 
     folder: str = "cache"
@@ -98,6 +99,7 @@ class CacheConfig:
     log_normaliser: bool = False
     ignore_disk_space: bool = False
     remove_damaged: bool = False
+    replace: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError for values that cannot work."""
@@ -186,6 +188,16 @@ class CacheManifest:
         return self.origin.codec
 
     @property
+    def parents(self) -> list[str]:
+        """The caches that this one was merged or cut out of; none for one that was captured."""
+        return self.settings.get("parents", [])
+
+    @property
+    def repair(self) -> str:
+        """How to get missing or damaged files back."""
+        return _again(self.parents)
+
+    @property
     def rows(self) -> int:
         """Samples in the cache."""
         return sum(shard.rows for shard in self.shards)
@@ -213,7 +225,7 @@ class CacheManifest:
         except json.JSONDecodeError as error:
             raise CacheDamagedError(
                 f"{where}/{MANIFEST} is not valid JSON ({error}): delete it and run the cache command again, "
-                "finished shards are kept"
+                "finished shards are kept (merge or subset again what they made)"
             ) from error
         if not isinstance(plain, dict) or plain.get("format") != FORMAT:
             raise CacheDamagedError(f"{where}/{MANIFEST} is not the manifest of a target cache: check the path")
@@ -232,15 +244,23 @@ class CacheManifest:
                 provenance=plain["provenance"],
             )
         except (KeyError, TypeError) as error:
+            settings = plain.get("settings")
+            parents = settings.get("parents", []) if isinstance(settings, dict) else []
             raise CacheDamagedError(
-                f"{where}/{MANIFEST} lacks or has an unknown field ({error}): delete it and run the cache command "
-                "again, finished shards are kept"
+                f"{where}/{MANIFEST} lacks or has an unknown field ({error}): "
+                + (_again(parents) if parents else f"delete it and {_again([])}")
             ) from error
 
 
 def shard_name(number: int) -> str:
     """File name of a shard; its facts are beside it under the same stem with ``.json``."""
     return f"shard-{number:05d}.parquet"
+
+
+def _again(parents: list[str]) -> str:
+    if parents:
+        return f"delete the folder and merge or subset it again from {', '.join(parents)}"
+    return "run the cache command again, whole shards are kept"
 
 
 def shape_of(config: Any) -> dict[str, Any]:

@@ -11,14 +11,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspec.data import record
-from deepspec.data.cache import CacheConfig, CacheManifest, DiskSpaceError, Origin
+from deepspec.data.cache import MANIFEST, CacheConfig, CacheManifest, DiskSpaceError, Origin
 from deepspec.data.cache_reader import CacheReader
-from deepspec.data.cache_writer import ShardWriter, finalise, finished, read_facts, write_shard
+from deepspec.data.cache_replace import finished_manifest, outdated_shards, require_captured, require_replace
+from deepspec.data.cache_writer import ShardWriter, finalise, finished, read_facts, remove_leftovers, write_shard
 from deepspec.data.capture import capture, origin_of, probe
 from deepspec.data.capture_plan import (
     Conversation,
@@ -31,6 +32,7 @@ from deepspec.data.capture_plan import (
 from deepspec.data.codecs import codec_named
 from deepspec.data.estimate import human_bytes, state_bytes
 from deepspec.distributed import is_main, rank, world_size
+from deepspec.files import local_path
 from deepspec.models.target import Target, TargetConfig
 
 if TYPE_CHECKING:
@@ -48,8 +50,6 @@ class Progress:
     padded: int = 0
     forward_seconds: float = 0.0
     seconds: float = 0.0
-    kept: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,17 @@ class Plan:
 
     def identities(self, origin: Origin) -> list[str]:
         """One fingerprint per shard."""
-        return [
-            _digest([origin.as_dict(), vars(self.settings), self._layout(), self.responses.digest(start, stop)])
-            for start, stop in self.ranges
-        ]
+        return [self.identity(origin, start, stop) for start, stop in self.ranges]
+
+    def identity(self, origin: Origin, start: int, stop: int) -> str:
+        """Fingerprint of a shard of responses ``start`` … ``stop − 1``; where the target lies has no part in it."""
+        weights = {name: origin.target[name] for name in ("fingerprint", "head", "shape")}
+        made = origin.as_dict() | {"target": weights}
+        return _digest([made, vars(self.settings), self._layout(), self.responses.digest(start, stop)])
+
+    def rows(self, shards: list[int]) -> int:
+        """Responses in ``shards``."""
+        return sum(stop - start for start, stop in (self.ranges[number] for number in shards))
 
     def _layout(self) -> list[Any]:
         return [self.config.batch_tokens, self.config.max_padding]
@@ -90,11 +97,17 @@ def build_cache(cfg: "DataPipelineConfig", target: Target | None = None) -> Cach
 
     Returns its manifest, or None when other processes still have shards to build. A second run does only what is
     missing: shards of the same responses, target and settings are kept. Raises before any forward for missing
-    responses, another thinking mode, an unusable chat template and too little disk space.
+    responses, those of another target, another thinking mode, an unusable chat template, too little disk space, and
+    (CacheMismatchError) a finished cache whose samples would be lost, unless ``cache.replace`` is set.
     """
-    folder = Path(cfg.out) / cfg.cache.folder
-    plan = Plan.of(cfg.cache, Responses(cfg.responses_dir, cfg.cache.limit), cfg.target.thinking)
+    folder = local_path(cfg.cache_path)
+    responses = Responses(cfg.responses_dir, cfg.cache.limit, cfg.target.name)
+    if responses.left_out:
+        _say(f"{responses.folder}: {responses.left_out} answers to held-out prompts are left out")
+    plan = Plan.of(cfg.cache, responses, cfg.target.thinking)
     key = plan.key(cfg.target)
+    if (before := finished_manifest(folder)) is not None:
+        require_captured(folder, before)
     if (manifest := _complete(folder, key)) is not None:
         _say(f"{folder} is complete: {manifest.rows} samples, {manifest.tokens} tokens. Nothing to do.")
         return manifest
@@ -107,24 +120,31 @@ def build_cache(cfg: "DataPipelineConfig", target: Target | None = None) -> Cach
         revision=cfg.target.revision,
         log_normaliser=cfg.cache.log_normaliser,
     )
+    outdated = outdated_shards(folder, before, plan, origin) if before is not None else {}
+    if before is not None:
+        require_replace(folder, before, outdated, origin, cfg.cache)
     identities = plan.identities(origin)
-    mine = [
-        number
-        for number, done in enumerate(finished(folder, identities))
-        if not done and number % world_size() == rank()
-    ]
-    tokens = _check_space(folder, plan, target, mine, cfg.cache)
+    missing = [number for number, done in enumerate(finished(folder, identities)) if not done]
+    mine = [number for number in missing if number % world_size() == rank()]
+    remove_leftovers(folder, mine)
+    tokens = _check_space(folder, plan, target, missing, cfg.cache) * plan.rows(mine) // max(1, plan.rows(missing))
     folder.mkdir(parents=True, exist_ok=True)
+    if outdated:  # the manifest must not describe shards that are being replaced
+        (folder / MANIFEST).unlink(missing_ok=True)
     progress = _build(folder, plan, target, origin, identities, mine, tokens)
-    check_usable(progress.kept, progress.dropped, plan.responses.folder)
     if not all(finished(folder, identities)):
         print(f"rank {rank()} has built its shards of {folder}; the last rank to finish writes the manifest")
         return None
-    dropped: Counter[str] = Counter()
+    dropped: Counter[str] = Counter({"held out": responses.left_out} if responses.left_out else {})
+    kept = 0
     for number in range(len(identities)):
         if (facts := read_facts(folder, number)) is not None:
             dropped.update(facts.dropped)
-    manifest = finalise(folder, len(identities), origin, {"plan": key, "cache": vars(cfg.cache), "dropped": dropped})
+            kept += facts.shard.rows
+    check_usable(kept, dropped, plan.responses.folder)  # of all shards, whichever run or rank built them
+    manifest = finalise(
+        folder, len(identities), origin, {"plan": key, "cache": vars(cfg.cache), "dropped": dict(dropped)}
+    )
     _report(folder, manifest, progress, dropped)
     return manifest
 
@@ -141,7 +161,10 @@ def _complete(folder: Path, key: str) -> CacheManifest | None:
 
 
 def _check_space(folder: Path, plan: Plan, target: Target, shards: list[int], config: CacheConfig) -> int:
-    """Expected tokens of ``shards``, by encoding an even sample of their rows. Raises DiskSpaceError."""
+    """Expected tokens of ``shards``, those of every rank, by encoding an even sample of their rows.
+
+    Raises DiskSpaceError.
+    """
     rows = [row for number in shards for row in range(*plan.ranges[number])]
     if not rows:
         return 0
@@ -155,15 +178,15 @@ def _check_space(folder: Path, plan: Plan, target: Target, shards: list[int], co
     needed = state_bytes(codec_named(config.codec), target.hidden_size, len(target.taps), tokens, states)
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
-    if needed * SPARE * world_size() > free and not config.ignore_disk_space:
+    if needed * SPARE > free and not config.ignore_disk_space:
         raise DiskSpaceError(
-            f"{folder} needs about {human_bytes(needed * world_size())} for {tokens * world_size()} tokens with "
+            f"{folder} needs about {human_bytes(needed)} for {tokens} tokens with "
             f"cache={config.codec} and {existing} has {human_bytes(free)} free: choose cache=int8 or cache=int4, lower "
             "cache.limit, free some space, or set cache.ignore_disk_space=true"
         )
     _say(
-        f"{len(rows) * world_size()} responses, about {tokens * world_size()} tokens → {len(shards) * world_size()} "
-        f"shards, about {human_bytes(needed * world_size())} as {config.codec} ({human_bytes(free)} free)"
+        f"{len(rows)} responses, about {tokens} tokens → {len(shards)} shards, about {human_bytes(needed)} as "
+        f"{config.codec} ({human_bytes(free)} free)"
     )
     return tokens
 
@@ -183,8 +206,6 @@ def _build(
                 writer.dropped.update(dropped)
                 for batch_tokens in _write(writer, encode, target, conversations, plan.config, progress):
                     bar.update(batch_tokens)
-            progress.kept += len(conversations)
-            progress.dropped += dropped
     progress.seconds = time.perf_counter() - started
     return progress
 

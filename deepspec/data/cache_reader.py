@@ -112,11 +112,9 @@ class CacheReader:
         try:
             content = self._storage.read(INDEX)
         except FileNotFoundError as error:
-            raise CacheDamagedError(f"{self.path}/{INDEX} is missing: run the cache command again") from error
+            raise CacheDamagedError(f"{self.path}/{INDEX} is missing: {self.manifest.repair}") from error
         if xxhash.xxh3_128_hexdigest(content) != self.manifest.index_checksum:
-            raise CacheDamagedError(
-                f"{self.path}/{INDEX} does not match the manifest: run the cache command again, shards are kept"
-            )
+            raise CacheDamagedError(f"{self.path}/{INDEX} does not match the manifest: {self.manifest.repair}")
         return pq.read_table(pa.BufferReader(content))
 
     def __len__(self) -> int:
@@ -146,10 +144,10 @@ class CacheReader:
         try:
             content = self._storage.read_range(name, offset, length)
         except FileNotFoundError as error:
-            raise CacheDamagedError(f"{self.path}/{name} is missing: run the cache command again") from error
+            raise CacheDamagedError(f"{self.path}/{name} is missing: {self.manifest.repair}") from error
         self.bytes_read += len(content)
         if len(content) != length:
-            raise CacheDamagedError(f"{self.path}/{name} is cut at sample {self.id(row)}: run the cache command again")
+            raise CacheDamagedError(f"{self.path}/{name} is cut at sample {self.id(row)}: {self.manifest.repair}")
         return content
 
     def sample(self, row: int) -> Sample:
@@ -169,7 +167,6 @@ class CacheReader:
     def damaged(self, row: int, reason: str) -> CacheDamagedError:
         """The error that says where a sample lies and how to get it back."""
         name = self.manifest.shards[int(self._where[0][row])].file
-        return CacheDamagedError(
-            f"{self.path}/{name}, sample {self.id(row)}: {reason}. Delete this shard and run the cache command again: "
-            "only it is rebuilt"
-        )
+        captured = "delete this shard and run the cache command again: only it is rebuilt"
+        remedy = self.manifest.repair if self.manifest.parents else captured
+        return CacheDamagedError(f"{self.path}/{name}, sample {self.id(row)}: {reason}: {remedy}")

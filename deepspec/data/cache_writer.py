@@ -179,6 +179,13 @@ def finished(folder: Path, identities: Sequence[str]) -> list[bool]:
     return [fact is not None and fact.shard.identity == own for fact, own in zip(facts, identities, strict=True)]
 
 
+def remove_leftovers(folder: Path, shards: Sequence[int]) -> None:
+    """Remove the half-written files that a kill left of these shards, which nobody else may be writing."""
+    for number in shards:
+        for path in folder.glob(f".{Path(shard_name(number)).stem}.*.tmp"):
+            path.unlink(missing_ok=True)
+
+
 def finalise(folder: Path, shards: int, origin: Origin, settings: dict[str, Any]) -> CacheManifest:
     """Write index.parquet and, last, manifest.json from the facts of all shards; files beyond them are removed.
 

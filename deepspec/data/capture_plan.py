@@ -16,7 +16,9 @@ import pyarrow.parquet as pq
 import xxhash
 
 from deepspec.data.chat import ChatError
+from deepspec.data.prompts import read_prompts
 from deepspec.data.responses import Response, ResponsesError, encode_row, from_plain, part_files
+from deepspec.files import read_json
 
 MAX_UNUSABLE: Final = 0.05  # share of rows without a supervised token above which the template must be wrong
 
@@ -49,15 +51,21 @@ class EncodeSettings:
 
 
 class Responses:
-    """The response files of a folder, in order of their names. Ids must be unique."""
+    """The response files of a folder, in order of their names. Ids must be unique.
 
-    def __init__(self, folder: Path, limit: int | None = None) -> None:
+    Answers to prompts that ``../prompts/heldout.jsonl`` holds out are left out (``left_out`` counts them), so that an
+    evaluation prompt is never trained on. Raises ResponsesError for a folder that says it holds another target's
+    answers than those of ``target`` (a name; None does not ask).
+    """
+
+    def __init__(self, folder: Path, limit: int | None = None, target: str | None = None) -> None:
         self.folder = folder
         self.parts = part_files(folder)
         if not self.parts:
             raise ResponsesError(
                 f"{folder} holds no responses: run `python -m deepspec.data regenerate` with the same target and out"
             )
+        _check_target(folder, target)
         self.digests: list[str] = []
         self._places: list[tuple[int, int]] = []
         self.ids: list[str] = []
@@ -70,9 +78,20 @@ class Responses:
         if len(set(self.ids)) != len(self.ids):
             twice = next(id for id, count in Counter(self.ids).items() if count > 1)
             raise ResponsesError(f"{folder} answers {twice!r} twice: remove one of the part files")
+        self._leave_out(_heldout_ids(folder))
         if limit is not None:
             self.ids, self._places = self.ids[:limit], self._places[:limit]
         self._table: tuple[int, pa.Table] | None = None
+
+    def _leave_out(self, unwanted: set[str]) -> None:
+        kept = [row for row, id in enumerate(self.ids) if id not in unwanted]
+        self.left_out = len(self.ids) - len(kept)
+        if not kept and self.left_out:
+            raise ResponsesError(
+                f"{self.folder}: all {self.left_out} answers are to held-out prompts, and those are not trained on: "
+                "run `python -m deepspec.data regenerate`, which answers the training prompts"
+            )
+        self.ids, self._places = [self.ids[row] for row in kept], [self._places[row] for row in kept]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -84,10 +103,11 @@ class Responses:
             part, first = self._places[start]
             if self._table is None or self._table[0] != part:
                 self._table = (part, pq.read_table(self.parts[part]))
-            count = min(stop, len(self)) - start
-            taken = self._table[1].slice(first, count).to_pylist()
-            found += [from_plain(row) for row in taken]
-            start += len(taken)
+            count = 1
+            while start + count < min(stop, len(self)) and self._places[start + count] == (part, first + count):
+                count += 1
+            found += [from_plain(row) for row in self._table[1].slice(first, count).to_pylist()]
+            start += count
         return found
 
     def digest(self, start: int, stop: int) -> str:
@@ -95,6 +115,25 @@ class Responses:
         parts = sorted({part for part, _ in self._places[start:stop]})
         text = "\n".join([self.digests[part] for part in parts] + self.ids[start:stop])
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_target(folder: Path, target: str | None) -> None:
+    """Raise ResponsesError if the folder's manifest, which ``regenerate`` writes, names another target."""
+    file = folder / "manifest.json"
+    if target is None or not file.is_file():
+        return
+    made_by = read_json(file).get("stamp", {}).get("target")
+    if made_by not in (None, target):
+        raise ResponsesError(
+            f"{folder} holds the answers of {made_by}, this run's target is {target}: a drafter learns from its own "
+            f"target's answers; give target={made_by}, another out=…, or regenerate (target.name={made_by} if they are "
+            "one model)"
+        )
+
+
+def _heldout_ids(folder: Path) -> set[str]:
+    file = folder.parent / "prompts" / "heldout.jsonl"
+    return {prompt["id"] for prompt in read_prompts(file)} if file.is_file() else set()
 
 
 def to_conversation(tokenizer: Any, row: Response, settings: EncodeSettings) -> Conversation | str:

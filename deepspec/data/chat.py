@@ -4,17 +4,15 @@ Spans are half-open token ranges [start, end) whose tokens are labels.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from deepspec.data.control_tokens import ControlTokens
 from deepspec.data.spans import MARKER, ChatError, Message, Region, View, locate, with_reasoning, without_reasoning
 
-__all__ = ["ChatError", "Encoded", "Message", "encode", "encode_many", "encode_response", "render_prompt"]
+__all__ = ["ChatError", "Encoded", "Message", "encode", "encode_response", "render_prompt"]
 
 
 @dataclass(frozen=True)
@@ -89,61 +87,6 @@ def encode_response(
     return _clip(prompt + list(response), spans, unsupervised, max_length)
 
 
-def encode_many(
-    tokenizer: Any,
-    conversations: Iterable[Sequence[Message]],
-    *,
-    thinking: bool,
-    max_length: int | None = None,
-    processes: int = 1,
-    batch: int = 512,
-) -> Iterator[Encoded | ChatError]:
-    """``encode`` in order, in batches of the fast tokenizer and, with ``processes`` > 1, in worker processes.
-
-    A conversation that cannot be rendered yields its ChatError, so the caller can count it.
-    """
-    stream = iter(conversations)
-    batches = iter(lambda: list(islice(stream, batch)), [])
-    if processes <= 1:
-        for rows in batches:
-            yield from _encode_batch(tokenizer, rows, thinking, max_length)
-        return
-    with ProcessPoolExecutor(processes, initializer=_adopt, initargs=(tokenizer, thinking, max_length)) as pool:
-        waiting = [pool.submit(_work, rows) for rows in islice(batches, 2 * processes)]
-        while waiting:
-            yield from waiting.pop(0).result()
-            waiting += [pool.submit(_work, rows) for rows in islice(batches, 1)]
-
-
-_worker: tuple[Any, bool, int | None]
-
-
-def _adopt(tokenizer: Any, thinking: bool, max_length: int | None) -> None:
-    global _worker
-    _worker = (tokenizer, thinking, max_length)
-
-
-def _work(rows: list[Sequence[Message]]) -> list[Encoded | ChatError]:
-    return _encode_batch(_worker[0], rows, *_worker[1:])
-
-
-def _encode_batch(
-    tokenizer: Any, rows: list[Sequence[Message]], thinking: bool, max_length: int | None
-) -> list[Encoded | ChatError]:
-    chat = chat_of(tokenizer)
-    plans: list[Plan | ChatError] = []
-    for messages in rows:
-        try:
-            plans.append(chat.plan(messages, thinking, None))
-        except ChatError as error:
-            plans.append(error)
-    plain = [plan for plan in plans if isinstance(plan, Plan) and not plan.guarded]
-    texts = [plan.text for plan in plain]
-    for plan, encoding in zip(plain, chat.backend.encode_batch(texts, add_special_tokens=False), strict=True):
-        plan.pieces = Pieces(encoding.ids, encoding.offsets)
-    return [plan if isinstance(plan, ChatError) else chat.finish(plan, False, max_length) for plan in plans]
-
-
 def _clip(tokens: list[int], spans: list[tuple[int, int]], unsupervised: int, max_length: int | None) -> Encoded:
     if max_length is not None and len(tokens) > max_length:
         tokens = tokens[:max_length]
@@ -168,7 +111,6 @@ class Plan:
     unsupervised: int
     ends_with_answer: bool
     guarded: bool
-    pieces: Pieces | None = None
 
 
 class Chat:
@@ -265,7 +207,7 @@ class Chat:
 
     def finish(self, plan: Plan, truncated: bool, max_length: int | None) -> Encoded:
         """Character regions to token spans; a token across the start of an answer is tokenised apart."""
-        pieces = plan.pieces or self.tokenise(plan.text, plan.guarded, ())
+        pieces = self.tokenise(plan.text, plan.guarded, ())
         starts = [start for start, _ in pieces.offsets]
         if self.divisible and any(_straddles(pieces, starts, start) for start, _ in plan.regions):
             pieces = self.tokenise(plan.text, plan.guarded, [start for start, _ in plan.regions])

@@ -4,6 +4,7 @@ import argparse
 import shlex
 
 from deepspec import recipes
+from deepspec.data.cache import CacheConfig, CacheManifest
 from deepspec.data.config import DataPipelineConfig
 
 
@@ -54,7 +55,7 @@ def cache(overrides: list[str]) -> str:
 
     config = _load(overrides)
     build_cache(config)
-    return _train(f"target={config.target.name}", f"out={config.out}")
+    return _train_on(config, overrides)
 
 
 def inspect(overrides: list[str]) -> str:
@@ -72,7 +73,7 @@ def verify(overrides: list[str]) -> str:
 
     config = _load(overrides)
     run(config)
-    return _train(f"target={config.target.name}", f"out={config.out}")
+    return _train_on(config, overrides)
 
 
 def merge(arguments: list[str]) -> str:
@@ -85,7 +86,7 @@ def merge(arguments: list[str]) -> str:
     options = parser.parse_args(arguments)
     manifest = run(options.parents, options.to)
     print(f"{options.to}: {manifest.rows} samples, {manifest.tokens} tokens")
-    return _train(f"data.path={options.to}")
+    return _train(*_made_for(manifest), f"data.path={options.to}")
 
 
 def subset(arguments: list[str]) -> str:
@@ -96,13 +97,13 @@ def subset(arguments: list[str]) -> str:
     parser = argparse.ArgumentParser(prog="python -m deepspec.data subset", allow_abbrev=False)
     parser.add_argument("--from", dest="parent", required=True, help="a finished cache")
     parser.add_argument("--to", required=True, help="an empty folder")
-    parser.add_argument("--source", action="append", help="only samples of this data set; may be repeated")
+    parser.add_argument("--source", nargs="+", action="extend", help="only samples of these data sets")
     parser.add_argument("--ids", help="only the ids in this file, one per line")
     parser.add_argument("--share", type=float, default=1.0, help="only this share, chosen by a hash of the id")
     options = parser.parse_args(arguments)
     manifest = run(options.parent, options.to, chooser(options.source, options.ids, options.share))
     print(f"{options.to}: {manifest.rows} samples, {manifest.tokens} tokens")
-    return _train(f"data.path={options.to}")
+    return _train(*_made_for(manifest), f"data.path={options.to}")
 
 
 def estimate(overrides: list[str]) -> str:
@@ -111,6 +112,25 @@ def estimate(overrides: list[str]) -> str:
 
     run(_load(overrides))
     return _command("prompts", overrides)
+
+
+def _train_on(config: DataPipelineConfig, overrides: list[str]) -> str:
+    """The training command for the cache of ``config``, with the target and folder the user gave."""
+    names = [override.split("=", 1)[0].lstrip("+~") for override in overrides]
+    chosen = [o for o, name in zip(overrides, names, strict=True) if name == "target" or name.startswith("target.")]
+    folders = [o for o, name in zip(overrides, names, strict=True) if name == "out"] or [f"out={config.out}"]
+    if config.cache.folder != CacheConfig().folder:
+        folders.append(f"data.path={config.cache_path}")
+    return _train(*(chosen or [f"target={config.target.name}"]), *folders)
+
+
+def _made_for(manifest: CacheManifest) -> list[str]:
+    """Overrides that name the target of a cache as it was captured."""
+    name, path = manifest.target["name"], manifest.target["path"]
+    unlisted = path is not None and name not in recipes.names("target")
+    chosen = [f"target.path={path}", f"target.name={name}"] if unlisted else [f"target={name}"]
+    taps = ",".join(map(str, manifest.taps))
+    return [*chosen, f"target.taps=[{taps}]", f"target.thinking={str(manifest.thinking).lower()}"]
 
 
 def _train(*overrides: str) -> str:

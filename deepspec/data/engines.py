@@ -4,13 +4,23 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from deepspec.data.chat import ChatError, Message, render_prompt
 from deepspec.data.spans import split_reasoning
 from deepspec.models.decode import generate, prompt_problem
 from deepspec.models.sampling import Sampling
 from deepspec.models.target import Target
+
+# The value at which each sampling setting does nothing.
+NEUTRAL: Final = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 
 
 class EngineError(ValueError):

@@ -17,6 +17,7 @@ from deepspec.data.cache_writer import facts_path
 from deepspec.data.chat import Encoded
 from deepspec.data.estimate import human_bytes
 from deepspec.data.preview import as_text
+from deepspec.files import local_path
 
 if TYPE_CHECKING:
     from deepspec.data.config import DataPipelineConfig
@@ -37,7 +38,7 @@ class Damage:
 
 def inspect(cfg: "DataPipelineConfig") -> None:
     """Print a summary of the cache in ``${out}/${cache.folder}`` and one sample with supervised tokens marked."""
-    reader = CacheReader(Path(cfg.out) / cfg.cache.folder)
+    reader = CacheReader(cfg.cache_path)
     print("\n".join(describe(reader)))
     print(render(reader, _tokenizer(reader.manifest), colour=sys.stdout.isatty()))
 
@@ -95,13 +96,15 @@ def _tokenizer(manifest: CacheManifest) -> Any:
 
 
 def verify(cfg: "DataPipelineConfig") -> None:
-    """Check every byte of the cache. Raises CacheDamagedError naming each damaged shard and how to rebuild it.
+    """Check every byte of a cache in a folder. Raises CacheDamagedError naming each damaged shard and its remedy, and
+    ValueError for a URL.
 
-    With ``cache.remove_damaged`` damaged shards are deleted, so that the cache command rebuilds just those.
+    With ``cache.remove_damaged`` damaged shards are deleted, so that the cache command rebuilds just those; not those
+    of a merged or subset cache, which only its parents can give back.
     """
     from tqdm import tqdm
 
-    reader = CacheReader(Path(cfg.out) / cfg.cache.folder)
+    reader = CacheReader(local_path(cfg.cache_path))
     bar = tqdm(total=reader.manifest.bytes, unit="B", unit_scale=True, desc="verify")
     with bar:
         found = list(damages(reader, bar.update))
@@ -109,7 +112,9 @@ def verify(cfg: "DataPipelineConfig") -> None:
         print(f"{reader.path}: {len(reader)} samples in {len(reader.manifest.shards)} shards, every byte as written")
         return
     names = list(dict.fromkeys(damage.shard for damage in found))
-    if cfg.cache.remove_damaged:
+    if reader.manifest.parents:
+        remedy = reader.manifest.repair
+    elif cfg.cache.remove_damaged:
         for name in names:
             path = Path(reader.path) / name
             path.unlink(missing_ok=True)

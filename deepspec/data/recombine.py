@@ -8,6 +8,7 @@ from deepspec.data.cache import CacheManifest, CacheMismatchError, Probe
 from deepspec.data.cache_reader import CacheReader
 from deepspec.data.cache_writer import finalise, write_shard
 from deepspec.data.order import in_share
+from deepspec.files import local_path
 
 Place = tuple[CacheReader, int]
 
@@ -32,7 +33,9 @@ def merge(paths: Sequence[str | Path], out: str | Path, shard_rows: int = 256) -
     for reader in readers:
         for row, id in enumerate(reader.ids()):
             places.setdefault(id, (reader, row))
-    return _copy([places[id] for id in sorted(places)], Path(out), shard_rows, [reader.path for reader in readers])
+    return _copy(
+        [places[id] for id in sorted(places)], local_path(out), shard_rows, [reader.path for reader in readers]
+    )
 
 
 def subset(path: str | Path, out: str | Path, keep: Callable[[str, str], bool], shard_rows: int = 256) -> CacheManifest:
@@ -41,14 +44,17 @@ def subset(path: str | Path, out: str | Path, keep: Callable[[str, str], bool], 
     rows = [row for row, id in enumerate(reader.ids()) if keep(id, reader.source(row))]
     if not rows:
         raise CacheMismatchError(f"no sample of {path} is wanted: check the ids or sources asked for")
-    return _copy([(reader, row) for row in rows], Path(out), shard_rows, [reader.path])
+    return _copy([(reader, row) for row in rows], local_path(out), shard_rows, [reader.path])
 
 
 def chooser(
     sources: Sequence[str] | None = None, ids_file: str | Path | None = None, share: float = 1.0
 ) -> Callable[[str, str], bool]:
-    """``keep`` for ``subset`` from what the command line gives; all conditions must hold."""
-    wanted = set(Path(ids_file).read_text(encoding="utf-8").split()) if ids_file else None
+    """``keep`` for ``subset`` from what the command line gives; all conditions must hold.
+
+    ``ids_file`` has one id per line; an id may hold spaces.
+    """
+    wanted = set(Path(ids_file).read_text(encoding="utf-8").splitlines()) if ids_file else None
 
     def keep(id: str, source: str) -> bool:
         return (

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspec.data.engines import Answer, EngineError, Request, assistant_message, draw_index
+from deepspec.data.engines import NEUTRAL, Answer, EngineError, Request, assistant_message, draw_index
 from deepspec.data.regenerate import RegenerateConfig, Stamp
 
 FINISHED = {"stop": "stop", "tool_calls": "stop", "function_call": "stop", "eos_token": "stop", "length": "length"}
+NO_TOP_K = -1  # how servers spell a top_k that is off; some refuse 0
 BUSY = (429, 503)  # the server's state, not the request's fault
 
 
@@ -33,7 +34,6 @@ class _Failure(Exception):
 class _Server:
     url: str
     model: str | None
-    context: int | None = None
     active: int = 0
     failures: int = 0
     retry_at: float = 0.0
@@ -194,9 +194,9 @@ class ServersEngine:
         """One try. Raises _Failure."""
         if server.model is None:
             listed = await self._call(client, "GET", f"{server.url}/models", None)
-            server.model, server.context = _only_model(listed, server.url)
-        body = self._body(server.model or "", request)
-        return self._answer(request, await self._call(client, "POST", f"{server.url}/chat/completions", body), server)
+            server.model = _only_model(listed, server.url)
+        body = self._body(server.model, request)
+        return self._answer(request, await self._call(client, "POST", f"{server.url}/chat/completions", body))
 
     async def _call(self, client: Any, method: str, url: str, body: dict[str, Any] | None) -> Any:
         try:
@@ -218,15 +218,16 @@ class ServersEngine:
             raise _Failure(f"{url} answered garbage: {response.content[:80]!r}") from error
 
     def _body(self, model: str, request: Request) -> dict[str, Any]:
-        """The request; top_k and min_p, which OpenAI does not know, only when they do something.
+        """The request; of sampling settings only those that do something or were given (OpenAI knows few of them).
 
+        One that was given as neutral is sent too: without it a server may apply the model's generation_config.
         ``extra_body`` comes last: it adds fields, replaces them, and takes away those it sets to null.
         """
         body: dict[str, Any] = {"model": model, "messages": _plain(request.messages)}
         body["max_tokens"] = self.stamp.max_new_tokens
         for name, value in self.stamp.sampling.items():
-            if name == "temperature" or value not in (0, 0.0, 1.0, None):
-                body[name] = value
+            if name == "temperature" or value != NEUTRAL[name] or getattr(self.config, name, None) == value:
+                body[name] = NO_TOP_K if name == "top_k" and value == NEUTRAL[name] else value
         if body.get("temperature"):
             body["seed"] = (self.stamp.seed + draw_index(request.id, request.turn)) % 2**31
         if request.tools:
@@ -235,8 +236,13 @@ class ServersEngine:
         body |= self.config.extra_body
         return {name: value for name, value in body.items() if value is not None}
 
-    def _answer(self, request: Request, found: Any, server: _Server) -> Answer:
-        """A parsed reply as an Answer; raises _Failure when it is not one."""
+    def _answer(self, request: Request, found: Any) -> Answer:
+        """A parsed reply as an Answer; raises _Failure when it is not one.
+
+        "length" is believed: besides ``max_tokens`` and the context, a server may have limits of its own, so an answer
+        shorter than both proves nothing, and a cut answer taken for a whole one would teach an end of turn that the
+        target never wrote.
+        """
         try:
             choice = found["choices"][0]
             given, reason = choice["message"], choice["finish_reason"]
@@ -248,10 +254,6 @@ class ServersEngine:
         usage = found.get("usage") or {}
         made = usage.get("completion_tokens")
         finish = FINISHED[reason]
-        if finish == "length" and isinstance(made, int) and made < self.stamp.max_new_tokens:
-            # Some servers say "length" for every answer; without a cut by max_tokens or the context it ended by itself.
-            total = made + (usage.get("prompt_tokens") or 0)
-            finish = "stop" if server.context is None or total < server.context else "length"
         message = assistant_message(content)
         if reasoning := given.get("reasoning_content") or given.get("reasoning"):
             message["reasoning_content"] = reasoning
@@ -264,18 +266,18 @@ class ServersEngine:
         return Answer(request, message=message, tokens=tokens, finish_reason=finish)
 
 
-def _only_model(listed: Any, url: str) -> tuple[str, int | None]:
-    """Id and context of the model that a server lists; adapters name their parent and do not count.
+def _only_model(listed: Any, url: str) -> str:
+    """Id of the model that a server lists; adapters name their parent and do not count.
 
     Raises EngineError when it lists several, _Failure when the list is not one.
     """
     try:
-        models = [(entry["id"], entry.get("max_model_len")) for entry in listed["data"] if not entry.get("parent")]
+        models: list[str] = [entry["id"] for entry in listed["data"] if not entry.get("parent")]
     except (KeyError, TypeError, AttributeError) as error:
         raise _Failure(f"{url}/models is not a list of models: {str(listed)[:200]}") from error
     if len(models) > 1:
         raise EngineError(
-            f"{url} serves {len(models)} models ({', '.join(name for name, _ in models[:5])}): "
+            f"{url} serves {len(models)} models ({', '.join(models[:5])}): "
             "say which is the target's with regenerate.model"
         )
     if not models:

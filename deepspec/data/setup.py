@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from deepspec.data.engines import Engine, TransformersEngine, sampling_from
+from deepspec.data.engines import NEUTRAL, Engine, TransformersEngine, sampling_from
 from deepspec.data.prompts import read_prompts
 from deepspec.data.regenerate import Account, RegenerateConfig, Stamp, regenerate
 from deepspec.distributed import is_main, rank, world_size
@@ -33,7 +33,7 @@ def stamp_of(target: TargetConfig, given: RegenerateConfig) -> Stamp:
     sampling: dict[str, Any] = asdict(
         sampling_from(defaults, {name: getattr(given, name) for name in ("temperature", "top_k", "top_p", "min_p")})
     )
-    penalties = {name: defaults[name] for name in SERVER_ONLY if defaults.get(name) not in (None, 0.0, 1.0)}
+    penalties = {name: defaults[name] for name in SERVER_ONLY if defaults.get(name, NEUTRAL[name]) != NEUTRAL[name]}
     extra: dict[str, Any] = {}
     if given.engine == "openai":
         sampling |= penalties

@@ -16,6 +16,7 @@ from deepspec.data.capture import capture, to_sample
 from deepspec.data.capture_plan import Conversation, EncodeSettings, Responses, batches, check_usable, encode_rows
 from deepspec.data.fingerprints import head_fingerprint, template_fingerprint
 from deepspec.data.loader import CacheSource, DataConfig
+from deepspec.distributed import is_main
 from deepspec.models.frozen_head import FrozenHead
 from deepspec.models.target import Target, TargetConfig
 
@@ -97,7 +98,9 @@ class OnlineSource:
     def __init__(
         self, target: Target, folder: str | Path, *, thinking: bool, max_length: int, micro_tokens: int
     ) -> None:
-        responses = Responses(Path(folder))
+        responses = Responses(Path(folder), target=target.name)
+        if responses.left_out and is_main():
+            print(f"{folder}: {responses.left_out} answers to held-out prompts are left out")
         settings = EncodeSettings(thinking, max_length, keep_truncated=True)
         found, dropped = encode_rows(target.tokenizer, responses.rows(0, len(responses)), settings)
         check_usable(len(found), dropped, responses.folder)
@@ -125,7 +128,8 @@ class OnlineSource:
 
 
 def open_online(config: DataConfig, target: Target, thinking: bool) -> OnlineSource:
-    """The responses in ``config.path`` through ``target``; raises ResponsesError for none or another thinking mode."""
+    """The responses in ``config.path`` through ``target``; raises ResponsesError for none, those of another
+    target or another thinking mode."""
     return OnlineSource(
         target, config.path, thinking=thinking, max_length=config.max_length, micro_tokens=config.micro_tokens
     )

@@ -14,7 +14,7 @@ class HostileServer:
 
     def __init__(self, mode=lambda number, body: None, model="served") -> None:
         self.mode = mode
-        self.listed = [{"id": model, "max_model_len": 4096}]
+        self.listed = [{"id": model}]
         self.bodies, self.seen = [], Counter()
         self.active = self.most_active = 0
         self.lock, self.released = threading.Lock(), threading.Event()

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from deepspec.data.batch import BatchError, Buckets, Sample, collate, empty_batch, pack
+from deepspec.data.batch import BatchError, Sample, collate, empty_batch, pack
 
 F, D = 6, 4
 
@@ -48,10 +48,10 @@ def test_log_normalisers_lie_beside_their_states():
         dataclasses.replace(one, log_z_I=one.last_ID[:, 0] / 2, top_I=one.last_ID[:, 0].long() + 1)
         for one in (sample("a", "00110"), sample("b", "111", offset=100))
     ]
-    batch = batched(known, buckets=Buckets(states=3)).to("cpu", torch.bfloat16)
-    assert batch.log_z_L.tolist() == [0.5, 1, 50, 50.5, 0, 0]
+    batch = batched(known).to("cpu", torch.bfloat16)
+    assert batch.log_z_L.tolist() == [0.5, 1, 50, 50.5]
     assert batch.log_z_L.dtype == torch.float32
-    assert batch.top_L.tolist() == [2, 3, 101, 102, 0, 0]
+    assert batch.top_L.tolist() == [2, 3, 101, 102]
     assert batched([known[0], sample("c", "011")]).log_z_L is None
 
 
@@ -91,18 +91,6 @@ def test_states_and_anchors_are_the_same_packed_or_not():
     assert found[0] == found[1] == found[2]
     assert {name: len(anchors) for name, anchors in found[0].items()} == {f"doc{i}": 4 for i in range(5)}
     assert all(tap == last for anchors in found[0].values() for _, tap, last in anchors)
-
-
-def test_buckets_round_every_length_up():
-    samples = [sample("a", "00110"), sample("b", "111")]
-    batch = batched(samples, buckets=Buckets(tokens=8, anchors=3, states=10))
-    assert (batch.tokens_BS.shape[1], batch.anchors_BN.shape[1], batch.last_LD.shape[0]) == (8, 3, 10)
-    plain = batched(samples)
-    assert torch.equal(batch.last_LD[:4], plain.last_LD)
-    assert batch.last_LD[4:].abs().max() == 0
-    assert torch.equal(batch.last_row_BS[:, :5], plain.last_row_BS)
-    with pytest.raises(ValueError, match=r"buckets\.states is 0"):
-        Buckets(states=0)
 
 
 def test_order_of_neighbours_changes_no_draw():

@@ -3,13 +3,14 @@
 import multiprocessing
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from deepspec.data import cache_build
-from deepspec.data.cache import MANIFEST, DiskSpaceError, shard_name
+from deepspec.data.cache import MANIFEST, CacheDamagedError, CacheMismatchError, DiskSpaceError, shard_name
 from deepspec.data.cache_build import build_cache
 from deepspec.data.cache_reader import CacheReader
 from deepspec.data.responses import ResponsesError, write_part
@@ -99,7 +100,7 @@ def test_a_finished_cache_is_left_alone(tmp_path, capsys):
     assert (tmp_path / "cache" / MANIFEST).read_bytes() == before
 
 
-def test_a_longer_plan_keeps_whole_shards_and_a_shorter_one_removes_the_rest(tmp_path):
+def test_a_longer_plan_keeps_whole_shards_and_a_full_last_one(tmp_path):
     cfg = built(tmp_path, count=16)
     old = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("shard-*.parquet")}
     write_part(cfg.responses_dir / "part-000-000002.parquet", answered(5, seed=9, prefix="s"))
@@ -107,26 +108,111 @@ def test_a_longer_plan_keeps_whole_shards_and_a_shorter_one_removes_the_rest(tmp
     new = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("shard-*.parquet")}
     assert len(new) == 6
     assert {name: new[name] for name in old} == old
-    (cfg.responses_dir / "part-000-000002.parquet").unlink()
-    assert build_cache(cfg, chat_target()).rows == 16
-    assert len(list((tmp_path / "cache").glob("shard-*.parquet"))) == 4
+    write_part(cfg.responses_dir / "part-000-000003.parquet", answered(2, seed=10, prefix="t"))
+    manifest = build_cache(cfg, chat_target())  # the last shard, of one row, grows
+    assert [shard.rows for shard in manifest.shards] == [4, 4, 4, 4, 4, 3]
 
 
-@pytest.mark.parametrize("change", ["codec", "target", "response"])
-def test_changed_inputs_rebuild_the_shards(tmp_path, change):
+def test_a_shorter_plan_is_refused_and_removes_the_rest_only_when_told_to(tmp_path):
+    cfg = built(tmp_path, count=16)
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
+    cfg.cache.limit = 8
+    with pytest.raises(
+        CacheMismatchError, match=r"2 of its 4 shards \(cache\.limit None there, 8 here\).*cache\.replace"
+    ):
+        build_cache(cfg, chat_target())
+    assert {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()} == whole
+    cfg.cache.replace = True
+    target, forwards = counting_target()
+    assert build_cache(cfg, target).rows == 8
+    assert len(list((tmp_path / "cache").glob("shard-*.parquet"))) == 2
+    assert forwards() == 0
+
+
+CHANGES = {
+    "codec": "cache.codec bf16 there, int8 here",
+    "taps": r"target\.taps \[0, 1, 2\] there, \[0, 2\] here",
+    "target": "target weights .* there, weights .* here",
+    "max_length": "cache.max_length 4096 there, 90 here",
+    "shard_rows": "cache.shard_rows 4 there, 8 here",
+    "response": "responses were changed",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_inputs_are_refused_by_name_and_rebuild_the_shards_when_told_to(tmp_path, change):
     cfg = built(tmp_path, count=8)
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()}
     before = shards(tmp_path)
-    target = chat_target(seed=1 if change == "target" else 0)
+    target = chat_target(seed=1 if change == "target" else 0, taps=[0, 2] if change == "taps" else None)
     if change == "codec":
         cfg.cache.codec = "int8"
+    elif change == "taps":
+        cfg.target.taps = [0, 2]
     elif change == "target":
         cfg.target.path = "another"
-    else:
+    elif change == "response":
         write_part(cfg.responses_dir / "part-000-000001.parquet", answered(8, seed=5)[4:])
+    else:
+        setattr(cfg.cache, change, {"max_length": 90, "shard_rows": 8}[change])
+    with pytest.raises(CacheMismatchError, match=CHANGES[change]):
+        build_cache(cfg, target)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir()} == whole
+    cfg.cache.replace = True
     build_cache(cfg, target)
     after = shards(tmp_path)
-    assert after[shard_name(1)] != before[shard_name(1)]
+    assert after.get(shard_name(1)) != before[shard_name(1)]
     assert (after[shard_name(0)] == before[shard_name(0)]) == (change == "response")
+
+
+def test_a_folder_with_another_manifest_is_not_built_into(tmp_path):
+    cfg = pipeline(tmp_path, answered(4))
+    cfg.cache.folder = "responses"
+    (cfg.responses_dir / MANIFEST).write_text('{"stamp": {"target": "tiny-chat"}}')
+    with pytest.raises(CacheDamagedError, match=r"responses/manifest\.json is not the manifest of a target cache"):
+        build_cache(cfg, chat_target())
+
+
+def test_the_manifest_is_gone_before_the_first_replaced_shard(tmp_path, monkeypatch):
+    cfg = built(tmp_path, count=8)
+    cfg.cache.codec, cfg.cache.replace = "int8", True
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache_build, "write_shard", killed)
+    with pytest.raises(KeyboardInterrupt):
+        build_cache(cfg, chat_target())
+    assert not (tmp_path / "cache" / MANIFEST).exists()
+
+
+def test_a_moved_target_keeps_its_shards(tmp_path):
+    cfg = built(tmp_path, count=8)
+    before = shards(tmp_path)
+    cfg.target.path, cfg.target.revision = "elsewhere", "main"
+    target, forwards = counting_target()
+    target.name, target.path = "moved", "elsewhere"
+    assert build_cache(cfg, target).target["path"] == "elsewhere"
+    assert forwards() == 0
+    assert shards(tmp_path) == before
+
+
+def test_dropped_responses_are_counted_in_the_manifest(tmp_path):
+    rows = answered(8)
+    rows[5] = replace(rows[5], finish_reason="length")
+    cfg = pipeline(tmp_path, rows, keep_truncated=False)
+    assert build_cache(cfg, chat_target()).rows == 7
+    assert CacheReader(tmp_path / "cache").manifest.settings["dropped"] == {"truncated": 1}
+
+
+def test_held_out_answers_are_counted_and_not_in_the_cache(tmp_path, capsys):
+    cfg = pipeline(tmp_path, answered(8))
+    cfg.prompts_dir.mkdir()
+    (cfg.prompts_dir / "heldout.jsonl").write_text('{"id": "r003"}\n')
+    manifest = build_cache(cfg, chat_target())
+    assert manifest.settings["dropped"] == {"held out": 1}
+    assert "1 answers to held-out prompts are left out" in capsys.readouterr().out
+    assert CacheReader(tmp_path / "cache").ids() == [f"r{n:03d}" for n in range(8) if n != 3]
 
 
 def test_too_little_disk_is_an_error_before_the_first_forward(tmp_path, monkeypatch):
@@ -139,6 +225,48 @@ def test_too_little_disk_is_an_error_before_the_first_forward(tmp_path, monkeypa
     assert forwards() == 0
     cfg.cache.ignore_disk_space = True
     assert build_cache(cfg, target) is not None
+
+
+def test_the_space_asked_for_is_that_of_all_unfinished_shards_whatever_the_rank(tmp_path, monkeypatch):
+    cfg, target = pipeline(tmp_path, answered(18)), chat_target()  # shards of 4, 4, 4, 4, 2
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(cache_build.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(cache_build, "world_size", lambda: 4)
+    said = []
+    for rank in range(4):
+        monkeypatch.setattr(cache_build, "rank", lambda rank=rank: rank)
+        with pytest.raises(DiskSpaceError) as error:
+            build_cache(cfg, target)
+        said.append(str(error.value))
+    monkeypatch.setattr(cache_build, "world_size", lambda: 1)
+    monkeypatch.setattr(cache_build, "rank", lambda: 0)
+    with pytest.raises(DiskSpaceError) as error:
+        build_cache(cfg, target)
+    assert said == 4 * [str(error.value)]
+
+
+def test_leftovers_of_a_kill_are_gone_before_space_is_asked_for(tmp_path, monkeypatch):
+    cfg = pipeline(tmp_path, answered(18))
+    (tmp_path / "cache").mkdir()
+    leftovers = [tmp_path / "cache" / f".{shard_name(number)}.abc.tmp" for number in range(5)]
+    for path in leftovers:
+        path.write_bytes(b"half")
+    seen = []
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(cache_build.shutil, "disk_usage", lambda _: seen.extend(p.exists() for p in leftovers) or usage)
+    monkeypatch.setattr(cache_build, "world_size", lambda: 2)
+    build_cache(cfg, chat_target())
+    assert seen == [False, True, False, True, False]  # those of the other rank may be in use
+
+
+def test_too_many_unusable_responses_are_an_error_however_often_it_is_run(tmp_path, monkeypatch):
+    rows = [replace(row, messages=[{"role": "user", "content": "x" * 5000}, row.messages[1]]) for row in answered(6)]
+    cfg, target = pipeline(tmp_path, answered(18, prefix="a") + rows), chat_target()
+    monkeypatch.setattr(cache_build, "_check_space", lambda *_: 1)  # its sample need not hold them
+    for _ in range(2):
+        with pytest.raises(ResponsesError, match="6 of 24 responses"):
+            build_cache(cfg, target)
+        assert not (tmp_path / "cache" / MANIFEST).exists()
 
 
 def test_other_thinking_mode_and_missing_responses_are_errors(tmp_path):

@@ -10,6 +10,7 @@ import torch
 
 from deepspec.data import cache_build
 from deepspec.data.cache import CacheMismatchError
+from deepspec.data.cache_build import build_cache
 from deepspec.data.cache_reader import CacheReader
 from deepspec.data.capture import capture, probe, to_sample
 from deepspec.data.capture_plan import (
@@ -22,6 +23,7 @@ from deepspec.data.capture_plan import (
 from deepspec.data.loader import DataConfig, Loader
 from deepspec.data.responses import Response, ResponsesError, write_part
 from deepspec.data.training_data import open_cache, open_online, prove_head
+from deepspec.files import write_json
 from deepspec.models.frozen_head import FrozenHead
 from tests.data.little_chat import TEMPLATE, answered, built, chat_target, chat_tokenizer, pipeline
 
@@ -95,6 +97,34 @@ def test_responses_are_read_in_order_across_parts(tmp_path):
     write_part(cfg.responses_dir / "part-000-000002.parquet", rows[:1])
     with pytest.raises(ResponsesError, match="'r000' twice"):
         Responses(cfg.responses_dir)
+
+
+def test_answers_to_held_out_prompts_are_left_out(tmp_path):
+    rows = answered(11)
+    cfg = pipeline(tmp_path, rows)
+    cfg.prompts_dir.mkdir()
+    heldout = cfg.prompts_dir / "heldout.jsonl"
+    heldout.write_text("".join(f'{{"id": "{id}"}}\n' for id in ("r001", "r005", "r010", "never answered")))
+    found = Responses(cfg.responses_dir)
+    kept = [row for row in rows if row.id not in ("r001", "r005", "r010")]
+    assert (found.left_out, found.ids) == (3, [row.id for row in kept])
+    assert [row.tokens for row in found.rows(0, 8)] == [row.tokens for row in kept]
+    assert len(Responses(cfg.responses_dir, limit=7)) == 7
+    heldout.write_text("".join(f'{{"id": "{row.id}"}}\n' for row in rows))
+    with pytest.raises(ResponsesError, match=r"all 11 answers are to held-out prompts.*regenerate"):
+        Responses(cfg.responses_dir)
+
+
+def test_answers_of_another_target_are_refused(tmp_path):
+    cfg = pipeline(tmp_path, answered(4))
+    write_json(cfg.responses_dir / "manifest.json", {"stamp": {"target": "other", "thinking": False}})
+    with pytest.raises(ResponsesError, match=r"answers of other, this run's target is tiny-chat.*target=other"):
+        build_cache(cfg, chat_target())
+    online = DataConfig(source="online", path=str(cfg.responses_dir), max_length=100)
+    with pytest.raises(ResponsesError, match="answers of other"):
+        open_online(online, chat_target(), thinking=False)
+    cfg.target.name = "other"
+    assert build_cache(cfg, chat_target()).rows == 4
 
 
 def test_unusable_responses_are_counted_by_reason():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepspec.data.chat import ChatError, encode, encode_many, encode_response, render_prompt
+from deepspec.data.chat import ChatError, encode, encode_response, render_prompt
 from tests.tokenizers import CHATML, STYLES, tokenizer
 
 
@@ -332,21 +332,6 @@ def test_max_length_cuts_tokens_and_spans():
     assert cut.spans == [(start, start + 2)]
     assert encode(model, messages, thinking=False, max_length=start).spans == []
     assert encode(model, messages, thinking=False, max_length=end + 1).spans == [(start, end)]
-
-
-def test_many_equals_one_by_one_in_order_with_refusals_in_place():
-    model = tokenizer("gemma")
-    rows = [[user(f"{n} + 1 <end_of_turn>" if n % 5 == 0 else f"{n} + 1"), assistant(f"{n + 1}")] for n in range(40)]
-    rows[7] = [user("a"), user("b")]
-    for processes in (1, 2):
-        results = list(encode_many(model, rows, thinking=False, processes=processes, batch=6))
-        assert len(results) == len(rows)
-        for number, (row, result) in enumerate(zip(rows, results, strict=True)):
-            if number == 7:
-                assert isinstance(result, ChatError)
-                assert "alternate" in str(result)
-            else:
-                assert result == encode(model, row, thinking=False)
 
 
 def test_refusals_name_the_cause():

@@ -1,17 +1,21 @@
 """The data commands as a user types them, on a tiny model in a folder; recipes compose; the dispatchers."""
 
 import json
+import shlex
 
 import pytest
 
 from deepspec import recipes
 from deepspec.__main__ import main as deepspec
+from deepspec.data import cache_build, commands, inspection
 from deepspec.data.__main__ import COMMANDS, main
+from deepspec.data.cache import CacheManifest, Origin
 from deepspec.data.config import DataPipelineConfig
 from deepspec.data.preview import as_text, by_token
 from deepspec.data.responses import read_responses
 from deepspec.data.sources import is_local
-from tests.data.little_chat import chat_tokenizer
+from deepspec.train.config import TrainConfig
+from tests.data.little_chat import built, chat_tokenizer
 from tests.tiny import tiny_model
 
 
@@ -89,6 +93,42 @@ def test_misuse_says_what_to_do(arguments, status, message, model, tmp_path, mon
         == status
     )
     assert message in capsys.readouterr().err
+
+
+def following(arguments, capsys):
+    """The words of the command that is printed as the next one."""
+    assert main(arguments) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("next: torchrun ")
+    return shlex.split(line.removeprefix("next: "))
+
+
+def test_training_is_offered_on_the_cache_that_was_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cache_build, "build_cache", lambda config: None)
+    monkeypatch.setattr(inspection, "verify", lambda config: None)
+    given = ["target=qwen3-8b", "target.path=/models/q8", "target.thinking=true", "target.taps=[1,2]"]
+    for command in ("cache", "verify"):
+        words = following([command, *given, f"out={tmp_path}/run", "cache.folder=small", "cache=int8"], capsys)
+        assert words[-6:] == [*given, f"out={tmp_path}/run", f"data.path={tmp_path}/run/small"]
+        assert following([command, "cache=int8"], capsys)[-2:] == ["target=qwen3-4b", "out=runs/qwen3-4b"]
+
+
+def test_training_on_a_recombined_cache_names_its_target(tmp_path, capsys):
+    whole, part = str(tmp_path / "run" / "cache"), str(tmp_path / "part")
+    built(tmp_path / "run", count=6)
+    made_for = ["target=tiny-chat", "target.taps=[0,1,2]", "target.thinking=false", f"data.path={part}"]
+    assert following(["subset", "--from", whole, "--to", part, "--source", "other", "made-up"], capsys)[-4:] == made_for
+    made_for[-1] = f"data.path={tmp_path}/again"
+    assert following(["merge", "--from", whole, part, "--to", f"{tmp_path}/again"], capsys)[-4:] == made_for
+
+
+def test_a_target_without_a_recipe_is_named_by_its_path():
+    target = {"name": "mine", "path": "/models/mine"}
+    manifest = CacheManifest(Origin(target, [0, 3], True, "", "bf16"), [], "", [])
+    found = ["target.path=/models/mine", "target.name=mine", "target.taps=[0,3]", "target.thinking=true"]
+    assert commands._made_for(manifest) == found
+    loaded = recipes.load("train", ["+recipe=dspark", *found], TrainConfig).target
+    assert (loaded.name, loaded.path, loaded.taps, loaded.thinking) == ("mine", "/models/mine", [0, 3], True)
 
 
 def test_an_interrupt_says_how_to_continue(model, tmp_path, monkeypatch, capsys):

@@ -5,9 +5,12 @@ from collections import deque
 import pytest
 import torch
 
+from deepspec.data import setup
 from deepspec.data.chat import render_prompt
 from deepspec.data.engines import Request, TransformersEngine, assistant_message, draw_index, sampling_from
+from deepspec.data.regenerate import RegenerateConfig
 from deepspec.models.sampling import Sampling
+from deepspec.models.target import TargetConfig
 from tests.data.little_chat import chat_target
 
 
@@ -98,3 +101,10 @@ def test_thinking_is_kept_apart_from_the_answer():
 )
 def test_sampling_comes_from_the_recipe_then_the_model(model, given, expected):
     assert sampling_from(model, given) == expected
+
+
+def test_only_penalties_that_do_something_are_taken_from_the_model(monkeypatch):
+    defaults = {"presence_penalty": 1.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    monkeypatch.setattr(setup, "generation_defaults", lambda target: defaults)
+    given = RegenerateConfig(engine="openai", servers=["x"])
+    assert setup.stamp_of(TargetConfig("t", "t"), given).sampling == vars(Sampling()) | {"presence_penalty": 1.0}

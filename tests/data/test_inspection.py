@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from deepspec.data import inspection
@@ -34,6 +35,25 @@ def test_inspect_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(inspection, "_tokenizer", lambda manifest: chat_tokenizer())
     inspection.inspect(built(tmp_path))
     assert "supervised" in capsys.readouterr().out
+
+
+def test_a_url_is_inspected_and_never_written_to(tmp_path, monkeypatch, capsys):
+    cfg = built(tmp_path, count=5)
+    store = fsspec.filesystem("memory")
+    store.put(str(tmp_path / "cache"), "/bucket/run/cache", recursive=True)
+    monkeypatch.setattr(inspection, "_tokenizer", lambda manifest: chat_tokenizer())
+    cfg.out = "memory://bucket/run"
+    inspection.inspect(cfg)
+    assert "memory://bucket/run/cache\n  target     tiny-chat" in capsys.readouterr().out
+    for write in (
+        lambda: verify(cfg),
+        lambda: build_cache(cfg, chat_target()),
+        lambda: merge([cfg.cache_path], "memory://bucket/merged"),
+        lambda: cfg.prompts_dir,
+    ):
+        with pytest.raises(ValueError, match=r"memory://bucket/\S+ is a URL.*local or shared folder"):
+            write()
+    assert len(merge([cfg.cache_path], tmp_path / "copy").shards) == 1
 
 
 def test_verify_names_every_kind_of_damage_and_the_shards_can_be_rebuilt_alone(tmp_path, capsys):
@@ -90,6 +110,38 @@ def test_chooser_conditions_hold_together():
     chosen = [id for id in map(str, range(1000)) if keep(id, "a")]
     assert 400 < len(chosen) < 600
     assert not any(keep(id, "b") for id in map(str, range(1000)))
+
+
+def test_a_damaged_merged_cache_names_its_parents_and_no_build_touches_it(tmp_path):
+    cfg = built(tmp_path, count=6)
+    parent = tmp_path / "cache"
+    merge([parent], tmp_path / "merged", shard_rows=3)
+    cfg.cache.folder, cfg.cache.remove_damaged, cfg.cache.replace = "merged", True, True
+    again = rf"merge or subset it again from {parent}"
+    with pytest.raises(CacheMismatchError, match=rf"was merged or cut out of {parent}.*cache\.folder"):
+        build_cache(cfg, chat_target())
+    shard = tmp_path / "merged" / shard_name(1)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CacheDamagedError, match=again):
+        verify(cfg)
+    assert shard.exists()
+    reader = CacheReader(tmp_path / "merged")
+    with pytest.raises(CacheDamagedError, match=again):
+        _ = [reader.sample(row) for row in range(len(reader))]
+    shard.unlink()
+    with pytest.raises(CacheDamagedError, match=rf"missing: .*{again}"):
+        CacheReader(tmp_path / "merged").sample(5)
+    (tmp_path / "merged" / "index.parquet").unlink()
+    with pytest.raises(CacheDamagedError, match=rf"index\.parquet is missing: .*{again}"):
+        CacheReader(tmp_path / "merged")
+
+
+def test_ids_are_one_per_line(tmp_path):
+    (tmp_path / "ids").write_text("math 17\nr003\n")
+    keep = chooser(ids_file=tmp_path / "ids")
+    assert [id for id in ("math 17", "math", "17", "r003") if keep(id, "")] == ["math 17", "r003"]
 
 
 def test_merge_and_subset_refuse_what_does_not_fit(tmp_path):

@@ -181,6 +181,17 @@ def test_parameters_go_out_under_their_own_names():
     assert body["messages"][0]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
 
 
+def test_each_setting_has_its_own_neutral_value_and_a_given_one_is_sent_all_the_same():
+    odd = {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 1.0, "presence_penalty": 1.0, "repetition_penalty": 1}
+    with serving(fine) as servers:
+        answers(engine(servers, replace(STAMP, sampling=odd)), requests(1))
+        neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        answers(engine(servers, replace(STAMP, sampling=neutral), top_k=0, top_p=1.0), requests(1))
+        sent = [{name: body[name] for name in (*odd, "min_p") if name in body} for body in servers[0].bodies]
+    assert sent[0] == {"temperature": 1.0, "top_k": 1, "min_p": 1.0, "presence_penalty": 1.0}
+    assert sent[1] == {"temperature": 1.0, "top_k": -1, "top_p": 1.0}
+
+
 def one(choice):
     with serving(lambda number, body: choice) as servers:
         return answers(engine(servers, attempts=1), requests(1))["p0"]
@@ -197,12 +208,12 @@ def test_reasoning_tool_calls_and_token_ids_are_kept():
     assert answer.finish_reason == "stop"
 
 
-def test_length_is_believed_only_when_something_was_long():
+def test_a_cut_is_believed_wherever_it_comes_from():
     usage = {"completion_tokens": 16, "prompt_tokens": 5}
     assert one({"finish_reason": "length", "usage": usage}).finish_reason == "length"
-    assert one({"finish_reason": "length", "usage": {**usage, "completion_tokens": 7}}).finish_reason == "stop"
-    context = {"completion_tokens": 7, "prompt_tokens": 4089}
-    assert one({"finish_reason": "length", "usage": context}).finish_reason == "length"
+    # shorter than max_tokens: cut by the context, by the server's own limit, or by extra_body
+    assert one({"finish_reason": "length", "usage": {**usage, "completion_tokens": 7}}).finish_reason == "length"
+    assert one({"finish_reason": "length", "usage": None}).finish_reason == "length"
     thought = {"message": {"content": None, "reasoning": "hm"}, "finish_reason": "length", "usage": usage}
     assert "max_new_tokens" in one(thought).error
 
