@@ -35,7 +35,7 @@ def main() -> int:
     """Re-encode, train, judge, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="a bf16 cache")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--recipe", default="dspark")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options, overrides = parser.parse_known_args()
@@ -47,15 +47,15 @@ def main() -> int:
         folder = Path(temporary)
         caches = {"bf16": options.cache}
         caches |= {name: Path(reencode(exact, name, folder / name).path) for name in CODECS if name != "bf16"}
-        for seed in range(options.seeds):
+        for seed in options.seeds:
             for codec, path in caches.items():
                 drafter = train(options.recipe, overrides, folder / f"{codec}-{seed}", path, seed)
                 taus[codec].append(judge(drafter, exact))
                 print(f"seed {seed}  {codec:<5} τ {taus[codec][-1]:.4f}", flush=True)
     results = {"taus": taus, "relative to bf16": {name: relative(taus, name) for name in taus if name != "bf16"}}
-    spread = statistics.stdev(taus["bf16"]) / statistics.mean(taus["bf16"]) if options.seeds > 1 else float("nan")
+    spread = statistics.stdev(taus["bf16"]) / statistics.mean(taus["bf16"]) if len(options.seeds) > 1 else float("nan")
     for name, (mean, error) in results["relative to bf16"].items():
-        print(f"{name}: τ {mean:+.2%} ± {error:.2%} of bf16 (mean and standard error over {options.seeds} seeds)")
+        print(f"{name}: τ {mean:+.2%} ± {error:.2%} of bf16 (mean and standard error over {len(options.seeds)} seeds)")
     print(f"bf16 alone varies by {spread:.2%} from seed to seed")
     if options.output:
         options.output.write_text(json.dumps(results, indent=1))
