@@ -35,24 +35,21 @@ def recorded(options: argparse.Namespace) -> tuple[Rounds, Path | None]:
     """Rounds of an evaluation's output with raw confidences, and the drafter that made them where that is known."""
     rounds = read_rounds(options.records, options.run)
     described = _described(options.records, options.run)
-    folder = Path(options.drafter) if options.drafter else None
-    if folder is None and described.get("folder"):
-        folder = Path(described["folder"])
-    if folder is None or not (folder / "config.json").is_file():
+    chosen = options.drafter or described.get("folder")
+    if not chosen or not (options.drafter or (Path(chosen) / "config.json").is_file()):
         return rounds, None
-    from deepspec.eval.choose import Candidate
-    from deepspec.models.drafter import read_config
+    from deepspec.eval.choose import candidates
 
-    candidate = Candidate("drafter", folder, read_config(folder))
+    candidate = candidates([chosen])[0]
     temperatures = candidate.own.get("temperatures")
     if temperatures:
         if described.get("fingerprint") != candidate.fingerprint():
             raise CalibrateError(
-                f"{folder} has temperatures, and it is not known whether these records were made with them: evaluate "
-                "again, or leave --records out and let this command decode"
+                f"{candidate.folder} has temperatures, and it is not known whether these records were made with them: "
+                "evaluate again, or leave --records out and let this command decode"
             )
         rounds = undo(rounds, tuple(temperatures))
-    return rounds, folder
+    return rounds, candidate.folder
 
 
 def _described(records: Path, run: str | None) -> Mapping[str, Any]:

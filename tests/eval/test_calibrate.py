@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 import time
 
 import numpy as np
@@ -280,6 +281,9 @@ def test_command_decodes_stores_and_is_undone(trained, capsys) -> None:
     rounds = read_rounds(output)
     found, folder = calibrate.recorded(calibrate.parser().parse_args(["--records", str(output)]))
     assert folder == checkpoint
+    shutil.copytree(checkpoint, trained / "run" / "best")  # a run folder stands for its best checkpoint
+    named = calibrate.parser().parse_args(["--records", str(output), "--drafter", str(trained / "run")])
+    assert calibrate.recorded(named)[1] == trained / "run" / "best"
     logits = calibration.logit(found.confidence_NG.astype(float)) / np.array(report["temperatures"])
     assert np.allclose(logits, calibration.logit(rounds.confidence_NG.astype(float)), atol=1e-3, equal_nan=True)
     fields = json.loads((checkpoint / "config.json").read_text())
