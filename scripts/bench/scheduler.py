@@ -27,7 +27,7 @@ from deepspec.eval.replay import DOMAINS, stream_of, synthetic
 from deepspec.eval.rounds import from_prompts
 from deepspec.eval.scheduler import make_schedule
 from deepspec.eval.simulation import Serving, policy_of, simulate
-from deepspec.eval.sps import SPSProfile, load_profile, roofline
+from deepspec.eval.sps import SPSProfile, SPSTable, load_profile, roofline
 
 
 def overhead(requests: int = 256, block: int = 7) -> dict[str, float]:
@@ -158,9 +158,16 @@ def predict(full: Decoded, profile: SPSProfile, context: int, batch: int, length
     serving = Serving(
         requests=20 * batch, concurrency=batch, draft_seconds=profile.drafting(batch), draft_row_seconds=0
     )
-    table = profile.at(context)
+    table = unpadded(profile, context)
     scheduler = policy_of("static", table, length=length, threshold=0.5)
     return simulate(stream_of(rounds), "static", table, serving, scheduler=scheduler).throughput
+
+
+def unpadded(profile: SPSProfile, context: int) -> SPSTable:
+    """The steps as they were timed: this decoder never pads a step to a larger size that happens to be faster."""
+    context = profile.at(context).context
+    rows = [row for row in profile.details["measured"] if row["context"] == context]
+    return SPSTable(tuple(row["tokens"] for row in rows), tuple(1 / row["seconds"] for row in rows), context)
 
 
 def main() -> None:
