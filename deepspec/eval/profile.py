@@ -25,7 +25,7 @@ from deepspec.models.frozen_head import FrozenHead
 from deepspec.models.kv_cache import KVCache
 from deepspec.models.target import Target
 
-SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _ROUNDS = 12  # rounds in which drafting is timed
 
 
