@@ -27,9 +27,9 @@ class DataConfig:
     ``source`` "cache" reads the target cache in ``path``; "online" reads the responses in ``path`` and runs the frozen
     target in the training process, which first answers the prompts in the file ``prompts``, if given, that have no
     answer in ``path`` yet. ``global_batch`` counts sequences over all ranks; ``micro_tokens`` bounds the padded tokens,
-    and likewise the drafted positions, of one forward of one rank. ``heldout`` is the share of samples, chosen by a
-    hash of their id, that is kept for the held-out loss (at most ``heldout_max`` of them are used). ``prefetch`` is the
-    number of global steps read ahead.
+    and likewise the positions of drafted blocks, of one forward of one rank. ``heldout`` is the share of samples,
+    chosen by a hash of their id, that is kept for the held-out loss (at most ``heldout_max`` of them are used).
+    ``prefetch`` is the number of global steps read ahead.
     """
 
     source: str = "cache"
@@ -112,13 +112,21 @@ class Loader:
     """This rank's micro batches of every global step.
 
     ``step(n)`` is a pure function of (source, config, n, rank, world size) and the union over ranks does not depend on
-    the world size, so the step number is the whole state of a run's data.
+    the world size, so the step number is the whole state of a run's data. ``anchored`` says that blocks of
+    ``block_size`` are drafted at the anchors (EAGLE-3 drafts everywhere).
     """
 
     def __init__(
-        self, source: Source, config: DataConfig, *, block_size: int, rank: int = 0, world_size: int = 1
+        self,
+        source: Source,
+        config: DataConfig,
+        *,
+        block_size: int,
+        anchored: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
-        self.source, self.config, self.block_size = source, config, block_size
+        self.source, self.config, self.block_size, self.anchored = source, config, block_size, anchored
         self.rank, self.world_size = rank, world_size
         ids = source.ids()
         self._lengths = [min(length, config.max_length) for length in source.lengths()]
@@ -171,9 +179,15 @@ class Loader:
         yield from prefetched((self._collate(group, 0) for group in groups), self.config.prefetch)
 
     def _mine(self, rows: list[int]) -> list[list[int]]:
-        anchors, size = self.config.anchors, self.block_size
-        sizes = [max(length, min(anchors, length) * size) for length in (self._lengths[row] for row in rows)]
-        groups = split(sizes, self.world_size, self.config.micro_tokens, self.config.pack_tokens is not None)
+        rows = sorted(rows, key=lambda row: (-self._lengths[row], row))  # equal sizes stay neighbours in length
+        lengths = [self._lengths[row] for row in rows]
+        drafted = [min(self.config.anchors, length) * self.block_size if self.anchored else 0 for length in lengths]
+        groups = split(
+            [max(pair) for pair in zip(lengths, drafted, strict=True)],
+            self.world_size,
+            self.config.micro_tokens,
+            self.config.pack_tokens is not None,
+        )
         return [[rows[place] for place in group] for group in groups[self.rank]]
 
     def _collate(self, rows: list[int], epoch: int) -> DraftBatch:

@@ -99,7 +99,13 @@ def measure_drafting(target: Target, drafter: Any, how: Measuring) -> dict[str, 
     Returns ``draft_seconds`` and ``draft_row_seconds`` (``fit_drafting``) and the points they come from, ``drafting``.
     """
     most, tokens = -(-how.sizes[-1] // how.width), (_ROUNDS + 1) * (drafter.block_size + 1)
-    context = max(1, min(how.contexts[-1], target.config.max_position_embeddings - tokens))
+    limit = target.config.max_position_embeddings
+    if tokens >= limit:
+        raise ValueError(
+            f"{_ROUNDS} rounds of block {drafter.block_size} need {tokens} positions, {target.name} has {limit}: "
+            "profile without --drafter"
+        )
+    context = max(1, min(how.contexts[-1], limit - tokens))
     counts = sorted({*(2**power for power in range(most.bit_length()) if 2**power < most), most})
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, target.vocab_size, (most, context), generator=generator).tolist()
@@ -281,13 +287,14 @@ def run(options: argparse.Namespace) -> SPSProfile:
         target = Target.load(cfg, options.device)
         for candidate in chosen:
             choose.check_fit(candidate, target, bool(candidate.thinking), allow_mismatch=False)
+        output = output or Path("runs") / cfg.name / "sps.json"
         profile = measure(target, how, lambda text: print(text, file=sys.stderr))
+        profile.save(output)  # before drafting, which may need more memory
         for candidate in chosen:
             drafter = checkpoints.load(candidate.folder, FrozenHead.of(target))
             print(f"drafting of {candidate.label}", file=sys.stderr)
             timed = measure_drafting(target, drafter, how)
             profile = replace(profile, details={**profile.details, "drafter": candidate.label, **timed})
-        output = output or Path("runs") / cfg.name / "sps.json"
     print(render(profile))
     profile.save(output)
     print(f"wrote {output}")

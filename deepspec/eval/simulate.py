@@ -186,11 +186,14 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _costs(options: argparse.Namespace, profile: SPSProfile) -> dict[str, Any]:
     """Costs beside the target's steps: what the command line says, else what was profiled."""
     given = {name: getattr(options, name) for name in COSTS}
-    return {
+    costs = {
         name: float(value if value is not None else profile.details[name])
         for name, value in given.items()
         if value is not None or name in profile.details
     }
+    if "draft_seconds" in costs and "mtp_draft_seconds" not in costs:  # not profiled: a layer of five, as by default
+        costs["mtp_draft_seconds"] = costs["draft_seconds"] * Serving.mtp_draft_seconds / Serving.draft_seconds
+    return costs
 
 
 def _write(folder: Path, outcomes: list[dict[str, Any]], about: dict[str, Any]) -> None:

@@ -103,6 +103,7 @@ def prepare(cfg: TrainConfig, device: torch.device, dtype: torch.dtype) -> Prepa
         source,
         cfg.data,
         block_size=cfg.drafter.block_size,
+        anchored=cfg.drafter.kind != "eagle3",
         rank=distributed.rank(),
         world_size=distributed.world_size(),
     )

@@ -68,6 +68,8 @@ class Trainer:
         if ended or self.progress.step >= stop:
             say(f"{self.cfg.folder} is complete at step {self.progress.step}: nothing to do")
             return self.progress
+        if self.progress.finished:  # lengthened: early stopping begins anew
+            self.progress.finished, self.progress.stale = False, 0
         self._open_tracker()
         complete = stop == self.total
         with self._signals(), closing(self.loader.batches(self.progress.step, stop)) as steps:
@@ -284,7 +286,7 @@ class Trainer:
             self._save_weights(BEST)
         self.progress.finished, self.progress.total = complete, self.total
         self.save()
-        if self.cfg.train.decode_every:
+        if complete and self.cfg.train.decode_every:
             self._decode()
         if self.tracker is not None:
             self.tracker.close()

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -158,6 +159,16 @@ def test_drafted_positions_of_short_samples_are_bounded_too():
             longest = batch.tokens_BS.shape[1]
             assert rows == 1 or rows * max(longest, blocks * 40) <= 500
             assert bool((batch.anchors_BN >= 0).any(0).all())
+    everywhere = Loader(MemorySource(), config(micro_tokens=500), block_size=40, anchored=False)
+    assert len(everywhere.step(0)) < len(made.step(0))
+
+
+def test_samples_of_equal_cost_are_still_neighbours_in_length():
+    """5 anchors of 40 cost 200 positions whatever the length: sorted by it, rows of a micro batch are alike."""
+    made = Loader(MemorySource(), config(micro_tokens=400, global_batch=40), block_size=40)
+    spans = sorted((int(n.min()), int(n.max())) for n in ((b.segments_BS >= 0).sum(1) for b in made.step(0)))
+    assert len(spans) > 5
+    assert all(longest <= shortest for (_, longest), (shortest, _) in pairwise(spans))
 
 
 def test_unpacked_micro_batches_waste_little():

@@ -219,5 +219,8 @@ def test_costs_come_from_the_profile_unless_given(tmp_path) -> None:
     arguments += ["--sps", str(tmp_path / "sps.json"), "--output", str(tmp_path / "out"), "--draft-seconds", "0"]
     assert command.main(arguments) == 0
     serving = json.loads((tmp_path / "out" / "simulation.json").read_text())["serving"]
-    wanted = {**profiled, "draft_seconds": 0.0, "mtp_draft_seconds": Serving().mtp_draft_seconds}
+    wanted = {**profiled, "draft_seconds": 0.0, "mtp_draft_seconds": 0.0}
     assert {name: serving[name] for name in wanted} == wanted
+    assert command.main([*arguments[:-2]]) == 0
+    serving = json.loads((tmp_path / "out" / "simulation.json").read_text())["serving"]
+    assert serving["mtp_draft_seconds"] == pytest.approx(0.25 / 5)

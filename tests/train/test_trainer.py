@@ -258,12 +258,16 @@ def test_stopping_after_a_step_evaluates_nothing_that_an_uninterrupted_run_would
 
 
 def test_a_finished_run_can_be_lengthened(folder, capsys):
-    short = tiny_run.config(folder, name="longer", train__steps=2)
-    assert tiny_run.trainer(short).fit().finished
+    """Also one that stopped early, whose count of evaluations without a better τ then starts again."""
+    options = {"train__eval_every": 1, "train__early_stop": 1, "train__lr": 1e-12}
+    short = tiny_run.config(folder, name="longer", train__steps=3, **options)
+    stopped = tiny_run.trainer(short).fit()
+    assert (stopped.step, stopped.finished) == (2, True)
     assert tiny_run.trainer(short).fit().step == 2
     assert "nothing to do" in capsys.readouterr().out
-    progress = tiny_run.trainer(tiny_run.config(folder, name="longer", train__steps=4)).fit()
-    assert (progress.step, progress.finished, progress.total) == (4, True, 4)
+    more = tiny_run.config(folder, name="longer", train__steps=5, **(options | {"train__early_stop": 2}))
+    progress = tiny_run.trainer(more).fit()
+    assert (progress.step, progress.finished, progress.total) == (4, True, 5)
 
 
 def test_early_stop_and_retention(folder):
