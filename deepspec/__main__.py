@@ -7,7 +7,7 @@ COMMANDS = {
     "data": ("deepspec.data.__main__", "prompts, responses and target cache"),
     "train": ("deepspec.train.main", "train a drafter (several processes: torchrun deepspec/train/main.py)"),
     "eval": ("deepspec.eval.__main__", "speculative decoding on evaluation suites"),
-    "calibrate": ("deepspec.eval.calibrate", "temperatures of a drafter's confidences"),
+    "calibrate": ("deepspec.eval.calibrate", "make a drafter's confidences mean what they say"),
     "profile": ("deepspec.eval.profile", "steps per second of a target against tokens per step"),
     "simulate": ("deepspec.eval.simulate", "serving under load with each verification schedule"),
     "report": ("deepspec.eval.report", "the HTML report of an evaluation"),

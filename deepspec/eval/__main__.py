@@ -12,7 +12,8 @@ import torch
 
 from deepspec import distributed
 from deepspec.eval import choose, cli, exactness, report, suites, summary, table
-from deepspec.eval.choose import Candidate
+from deepspec.eval.choose import BASELINES, Candidate
+from deepspec.eval.max_probability import METADATA, MaxProbability
 from deepspec.eval.records import Record
 from deepspec.eval.run import Plan, RunConfig, Session, first_turns, next_turns
 from deepspec.eval.sps import load_profile
@@ -20,6 +21,7 @@ from deepspec.eval.summary import PLAIN, Variant
 from deepspec.files import atomic_write, provenance, write_json
 from deepspec.models import drafter as checkpoints
 from deepspec.models.baselines import PromptLookup
+from deepspec.models.confidence_scale import ConfidenceScale
 from deepspec.models.frozen_head import FrozenHead
 from deepspec.models.target import Target
 
@@ -127,7 +129,8 @@ def plan_variants(options: argparse.Namespace, drafters: Sequence[Candidate]) ->
     if not options.no_plain:
         out += [Variant(PLAIN, PLAIN, 0, batch, batch == first) for batch in options.batch_size]
     described = [
-        (item.label, item.kind, item.block_size or NGRAM_BLOCK, describe(item, options.taps)) for item in drafters
+        (item.label, item.kind, item.block_size or NGRAM_BLOCK, describe(item, options.taps, options.max_probability))
+        for item in drafters
     ]
     described += [(name, name, options.block or NGRAM_BLOCK, {}) for name in options.baselines]
     for label, kind, trained, facts in described:
@@ -147,17 +150,22 @@ def plan_variants(options: argparse.Namespace, drafters: Sequence[Candidate]) ->
     return out
 
 
-def describe(item: Candidate, taps: Sequence[int] | None = None) -> dict[str, Any]:
-    """What results.json says of a drafter; ``taps`` are those given for published EAGLE-3 files, which say none."""
+def describe(item: Candidate, taps: Sequence[int] | None = None, max_probability: bool = False) -> dict[str, Any]:
+    """What results.json says of a drafter; ``taps`` are those given for published EAGLE-3 files, which say none.
+
+    ``max_probability`` gives drafters without a confidence head the field of that name: the scale of such confidences.
+    """
     unstated = item.kind == "eagle3" and not item.own
+    stands_in = max_probability and not item.confidence
     return {
         "folder": str(item.folder),
         "fingerprint": item.fingerprint(),
         "thinking": item.thinking,
         "block_size": item.block_size,
-        "confidence": item.confidence,
+        "confidence": item.confidence or stands_in,
         "trained_for": item.target,
         **({"taps": list(item.config["target_layer_ids"])} if unstated and taps is not None else {}),
+        **({"max_probability": item.own.get(METADATA) or {}} if stands_in else {}),
     }
 
 
@@ -167,7 +175,11 @@ def threshold_warnings(options: argparse.Namespace, variants: Sequence[Variant])
         return []
     what = "--confidence-threshold" if options.sps is None else f"--schedule {options.schedule}"
     bare = {item.label for item in variants if item.kind != PLAIN and not item.drafter.get("confidence")}
-    return [f"{what} is not applied to {name}: it has no confidence head" for name in sorted(bare)]
+    return [
+        f"{what} is not applied to {name}: it has no confidence head"
+        + ("" if name in BASELINES else "; --max-probability takes its largest probabilities instead")
+        for name in sorted(bare)
+    ]
 
 
 def decode_all(
@@ -207,7 +219,10 @@ def load_each(variants: Sequence[Variant], target: Target, taps: Sequence[int] |
                 held = (folder, None)  # drop the previous one first
                 # the head alone skips the fingerprint check, which check_fit has done
                 held = (folder, checkpoints.load(folder, FrozenHead.of(target), taps=taps))
-            yield variant, held[1]
+            if (scale := variant.drafter.get("max_probability")) is None:
+                yield variant, held[1]
+            else:
+                yield variant, MaxProbability(held[1], ConfidenceScale.of(scale))
 
 
 def assemble(

@@ -1,8 +1,8 @@
-"""``python -m deepspec.eval.calibrate``: make a drafter's confidences mean what they say (Sequential Temperature
-Scaling).
+"""``python -m deepspec.eval.calibrate``: make a drafter's confidences mean what they say (Platt scaling or Sequential
+Temperature Scaling, whichever is nearer the truth).
 
 Reads the records of an evaluation, or decodes held-out prompts with full blocks itself; writes calibration.json and
-reliability.svg, and stores the temperatures in the drafter's config.json, where decoding and the exporters find them.
+reliability.svg, and stores the scale in the drafter's config.json, where decoding and the exporters find it.
 """
 
 import argparse
@@ -17,17 +17,18 @@ from deepspec.eval import calibration, calibration_report
 from deepspec.eval.max_probability import METADATA, MaxProbability
 from deepspec.eval.rounds import Rounds, RoundsError, from_prompts, named, read_rounds
 from deepspec.files import atomic_write, provenance, read_json, write_json
+from deepspec.models.confidence_scale import ConfidenceScale
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class CalibrateError(ValueError):
     """A calibration that cannot be done as asked; the message says what to do instead."""
 
 
-def undo(rounds: Rounds, temperatures: tuple[float, ...]) -> Rounds:
-    """The raw confidences of rounds that were recorded with ``temperatures`` applied."""
-    raw_NG = calibration.scale(rounds.confidence_NG, [1 / value for value in temperatures]).astype(np.float32)
+def undo(rounds: Rounds, scale: ConfidenceScale) -> Rounds:
+    """The raw confidences of rounds that were recorded with ``scale`` applied."""
+    raw_NG = calibration.scale(rounds.confidence_NG, scale.inverse()).astype(np.float32)
     return Rounds(rounds.prompt_N, rounds.proposed_N, rounds.accepted_N, raw_NG)
 
 
@@ -41,14 +42,15 @@ def recorded(options: argparse.Namespace) -> tuple[Rounds, Path | None]:
     from deepspec.eval.choose import candidates
 
     candidate = candidates([chosen])[0]
-    temperatures = candidate.own.get("temperatures")
-    if temperatures:
+    options.max_probability |= "max_probability" in described
+    scale = ConfidenceScale.of((candidate.own.get(METADATA) or {}) if options.max_probability else candidate.own)
+    if scale is not None:
         if described.get("fingerprint") != candidate.fingerprint():
             raise CalibrateError(
-                f"{candidate.folder} has temperatures, and it is not known whether these records were made with them: "
+                f"{candidate.folder} is calibrated, and it is not known whether these records were made with that: "
                 "evaluate again, or leave --records out and let this command decode"
             )
-        rounds = undo(rounds, tuple(temperatures))
+        rounds = undo(rounds, scale)
     return rounds, candidate.folder
 
 
@@ -79,7 +81,7 @@ def collect(options: argparse.Namespace) -> tuple[Rounds, Path]:
     from deepspec.models.target import Target
 
     candidate = choose.candidates([options.drafter] if options.drafter else [])[0]
-    checkpoints.own_layout(candidate.folder)  # the temperatures go there: say it before decoding for hours
+    checkpoints.own_layout(candidate.folder)  # the scale goes there: say it before decoding for hours
     if not candidate.confidence and not options.max_probability:
         raise CalibrateError(
             f"{candidate.folder} has no confidence head: pass --max-probability to use its largest probabilities"
@@ -93,13 +95,13 @@ def collect(options: argparse.Namespace) -> tuple[Rounds, Path]:
     for warning in choose.check_fit(candidate, target, thinking, allow_mismatch=False):
         print(f"warning: {warning}", file=sys.stderr)
     drafter: Any = checkpoints.load(candidate.folder, FrozenHead.of(target))
-    drafter.temperatures = None
+    drafter.confidence_scale = None
     if options.max_probability:
         drafter = MaxProbability(drafter)
     config = RunConfig(Sampling(options.temperature), options.max_new_tokens, thinking, options.seed)
     plan = first_turns(target, loaded, config)
     label = f"calibrate-{candidate.label}" + ("-max-probability" if options.max_probability else "")
-    # The weights name the drafter here, not its config: storing temperatures must not void what was decoded.
+    # The weights name the drafter here, not its config: storing a scale must not void what was decoded.
     facts = describe(candidate) | {"fingerprint": _weights(candidate.folder)}
     variant = Variant(label, candidate.kind, drafter.block_size, options.batch_size, drafter=facts)
     options.output = options.output or Path("runs") / cfg.name / "eval" / label
@@ -127,19 +129,19 @@ def rounds_of(records: list[Any]) -> Rounds:
 
 
 def store(folder: Path, report: Mapping[str, Any], *, max_probability: bool, source: str) -> None:
-    """Put the temperatures into the drafter's config.json (atomic, weights untouched)."""
+    """Put the scale into the drafter's config.json (atomic, weights untouched)."""
     from deepspec.models.drafter import update_metadata
 
     summary = {
         "format_version": FORMAT_VERSION,
-        "method": "sts",
+        "method": report["method"],
         "mean_ece_before": report["comparison"]["raw"]["mean_ece"],
-        "mean_ece_after": report["comparison"]["sts"]["mean_ece"],
+        "mean_ece_after": report["comparison"][report["method"]]["mean_ece"],
         "counts": report["counts"],
         "source": source,
     }
-    key = METADATA if max_probability else "temperatures"
-    update_metadata(folder, **{key: report["temperatures"], "calibration": summary})
+    scale = {name: report[name] for name in ("temperatures", "shifts")}
+    update_metadata(folder, **({METADATA: scale} if max_probability else scale), calibration=summary)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -154,23 +156,27 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if not len(rounds):
         raise RoundsError("no rounds: every answer ended at once")
     report = calibration_report.calibrate(
-        rounds, seed=options.seed, test_share=options.test_share, resamples=options.resamples
+        rounds,
+        method=None if options.method == "best" else options.method,
+        seed=options.seed,
+        test_share=options.test_share,
+        resamples=options.resamples,
     )
     print(calibration_report.render(report))
     if options.sweep:
         print(calibration_report.render_sweep(report))
-    about = {"kind": "deepspec-calibration", "format_version": FORMAT_VERSION, "method": "sts", "source": source}
+    about = {"kind": "deepspec-calibration", "format_version": FORMAT_VERSION, "source": source}
     content = {**about, **report, "provenance": provenance()}
     _write(output, content, report)
-    better = report["comparison"]["sts"]["mean_ece"] < report["comparison"]["raw"]["mean_ece"]
+    better = report["comparison"][report["method"]]["mean_ece"] < report["comparison"]["raw"]["mean_ece"]
     if folder is None:
-        print("temperatures are in calibration.json only: pass --drafter FOLDER to store them in the drafter")
+        print("the scale is in calibration.json only: pass --drafter FOLDER to store it in the drafter")
     elif options.no_store or not better:
-        print("not stored" + ("" if better else ": these temperatures are no better than none on the test prompts"))
+        print("not stored" + ("" if better else ": this scale is no better than none on the test prompts"))
     else:
         store(folder, report, max_probability=options.max_probability, source=source)
         write_json(folder / "calibration.json", content)
-        print(f"temperatures stored in {folder}/config.json")
+        print(f"{report['method']} scale stored in {folder}/config.json")
     return report
 
 
@@ -203,6 +209,8 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--max-probability", action="store_true", help="use max q as confidence (no confidence head needed)"
     )
+    methods = ("best", *calibration_report.METHODS)
+    out.add_argument("--method", choices=methods, default="best", help="best (default): least ECE on the judging half")
     out.add_argument("--test-share", type=float, default=0.5, help="share of the prompts that judge (default 0.5)")
     out.add_argument("--resamples", type=int, default=200, help="of the bootstrap over prompts")
     out.add_argument("--sweep", action="store_true", help="print the threshold sweep (paper Figure 5)")

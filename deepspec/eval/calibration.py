@@ -1,16 +1,18 @@
-"""Fitting and judging confidences: Sequential Temperature Scaling, its rivals, ECE, AUC, Brier. Pure numpy.
+"""Fitting and judging confidences: Sequential Temperature Scaling, Platt scaling, other rivals; ECE, AUC, Brier. Pure.
 
 Position k of a round is *observed* when it was offered; its *outcome* is that the first k tokens were accepted. The
 survival a_k = Π_{i≤k} c_i predicts the outcome over all observed rounds; c_k alone predicts it over rounds whose first
 k − 1 tokens were accepted. Shapes: N rounds, G block size, P prompts, W bootstrap resamples.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import minimize
 
 from deepspec.eval.rounds import Rounds, RoundsError
+from deepspec.models.confidence_scale import ConfidenceScale
 
 BINS = 15
 GRID = np.geomspace(0.1, 10.0, 161)  # temperatures, 2.9 % apart; 1 is among them
@@ -29,11 +31,12 @@ def sigmoid(values: np.ndarray) -> np.ndarray:
     return 0.5 + 0.5 * np.tanh(0.5 * values)
 
 
-def scale(confidence_NG: np.ndarray, temperatures: Sequence[float]) -> np.ndarray:
-    """σ(logit(c_k) / T_k) for each position k; NaN stays NaN. Keeps the order within each position."""
-    if len(temperatures) < confidence_NG.shape[1]:
-        raise ValueError(f"{len(temperatures)} temperatures for {confidence_NG.shape[1]} positions; calibrate again")
-    return sigmoid(logit(confidence_NG) / np.asarray(temperatures)[: confidence_NG.shape[1]])
+def scale(confidence_NG: np.ndarray, by: ConfidenceScale) -> np.ndarray:
+    """σ(logit(c_k) / T_k + s_k) for each position k; NaN stays NaN. Keeps the order within each position."""
+    count = confidence_NG.shape[1]
+    if len(by.temperatures) < count:
+        raise ValueError(f"{len(by.temperatures)} temperatures for {count} positions; calibrate again")
+    return sigmoid(logit(confidence_NG) / np.asarray(by.temperatures)[:count] + np.asarray(by.shifts)[:count])
 
 
 def ece(predicted: np.ndarray, outcome: np.ndarray, bins: int = BINS) -> float:
@@ -150,11 +153,46 @@ def fit_sts(rounds: Rounds, grid: np.ndarray = GRID, bins: int = BINS) -> tuple[
     return tuple(temperatures)
 
 
+def fit_platt(rounds: Rounds) -> ConfidenceScale:
+    """Platt scaling of every position: the (T_k, s_k) of maximum likelihood on the rounds that reached it.
+
+    A temperature stretches log-odds about zero and so cannot move a confidence of one half; a shift can. Targets are
+    smoothed as in Platt (1999), (n₊ + 1) / (n₊ + 2) and 1 / (n₋ + 2), and T_k stays within the grid of STS. A position
+    that is not ``identified`` takes the values before it.
+    """
+    temperatures, shifts = [1.0], [0.0]
+    for k in range(rounds.block_size):
+        samples = reached(rounds, k)
+        fitted = (1 / temperatures[-1], shifts[-1])
+        if identified(rounds, k):
+            fitted = _logistic(logit(rounds.confidence_NG[samples.rows, k].astype(np.float64)), samples.outcome)
+        temperatures.append(1 / fitted[0])
+        shifts.append(fitted[1])
+    return ConfidenceScale(tuple(temperatures[1:]), tuple(shifts[1:]))
+
+
+def _logistic(logit_n: np.ndarray, outcome_n: np.ndarray) -> tuple[float, float]:
+    """Slope and intercept that make σ(slope · logit + intercept) most likely."""
+    positive = float(outcome_n.sum())
+    high, low = (positive + 1) / (positive + 2), 1 / (len(outcome_n) - positive + 2)
+    wanted_n = np.where(outcome_n > 0.5, high, low)
+
+    def loss(point: np.ndarray) -> tuple[float, np.ndarray]:
+        value_n = point[0] * logit_n + point[1]
+        slope_n = sigmoid(value_n) - wanted_n
+        nll = np.mean(np.logaddexp(0.0, value_n) - wanted_n * value_n)
+        return float(nll), np.array([np.mean(slope_n * logit_n), np.mean(slope_n)])
+
+    found = minimize(loss, (1.0, 0.0), jac=True, method="L-BFGS-B", bounds=((1 / GRID[-1], 1 / GRID[0]), (None, None)))
+    return float(found.x[0]), float(found.x[1])
+
+
 def fit_single(rounds: Rounds, grid: np.ndarray = GRID, bins: int = BINS) -> float:
     """One temperature for all positions: the least mean ECE of the survivals on a coarse grid, then on a fine one."""
 
     def best(values: np.ndarray) -> int:
-        scaled = (scale(rounds.confidence_NG, [value] * rounds.block_size) for value in values)
+        scales = (ConfidenceScale((float(value),) * rounds.block_size) for value in values)
+        scaled = (scale(rounds.confidence_NG, each) for each in scales)
         return int(np.argmin([np.mean(errors_of(rounds, confidence_NG, bins)) for confidence_NG in scaled]))
 
     step = 8

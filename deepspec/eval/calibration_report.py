@@ -9,47 +9,59 @@ import numpy as np
 
 from deepspec.eval import calibration
 from deepspec.eval.rounds import Rounds
+from deepspec.models.confidence_scale import ConfidenceScale
 
+METHODS = ("platt", "sts", "single")  # those that keep the order of confidences and so may be stored
 THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(20))
 Table = dict[str, Any]
 
 
-def calibrate(rounds: Rounds, *, seed: int = 0, test_share: float = 0.5, resamples: int = 200) -> Table:
-    """Fit STS on some prompts and judge it, and its rivals, on the others.
+def calibrate(
+    rounds: Rounds, *, method: str | None = None, seed: int = 0, test_share: float = 0.5, resamples: int = 200
+) -> Table:
+    """Fit every method on some prompts and judge it on the others.
 
-    Returns "temperatures", "positions" (before and after with intervals), "comparison" (mean ECE of the survivals by
-    method), "floor" (the mean ECE that chance alone gives exact confidences on so many rounds), "best", "reliability",
-    "sweep" and the counts. Raises RoundsError when there is too little to fit.
+    Returns "method" (the one asked for, or that of METHODS with the least mean ECE on the judging prompts) with its
+    "temperatures" and "shifts", "scales" (those of every method), "positions" (before and after with intervals),
+    "comparison" (mean ECE of the survivals by method), "floor" (the mean ECE that chance alone gives exact confidences
+    on so many rounds), "best", "reliability", "sweep" and the counts. Raises RoundsError when there is too little to
+    fit.
     """
     fit, test = rounds.split(seed, test_share)
     calibration.check(fit)
     calibration.check(test)
     block = rounds.block_size
-    temperatures = calibration.fit_sts(fit)
-    single = calibration.fit_single(fit)
+    scales = {
+        "sts": ConfidenceScale(calibration.fit_sts(fit)),
+        "single": ConfidenceScale((calibration.fit_single(fit),) * block),
+        "platt": calibration.fit_platt(fit),
+    }
     raw_NG = np.asarray(test.confidence_NG, dtype=np.float64)
     methods = {
         "raw": raw_NG,
-        "sts": calibration.scale(raw_NG, temperatures),
-        "single": calibration.scale(raw_NG, [single] * block),
+        **{name: calibration.scale(raw_NG, scale) for name, scale in scales.items()},
         "isotonic": calibration.fit_isotonic(fit)(raw_NG),
     }
     comparison: dict[str, dict[str, Any]] = {}
     for name, values_NG in methods.items():
         errors = calibration.errors_of(test, values_NG)
         comparison[name] = {"mean_ece": float(np.mean(errors)), "ece": errors}
+    chosen = method or min(METHODS, key=lambda name: comparison[name]["mean_ece"])
+    after_NG = methods[chosen]
     before = calibration.judge(test, raw_NG, resamples=resamples, seed=seed)
-    after = calibration.judge(test, methods["sts"], resamples=resamples, seed=seed)
+    after = calibration.judge(test, after_NG, resamples=resamples, seed=seed)
     return {
-        "temperatures": list(temperatures),
-        "single_temperature": single,
+        "method": chosen,
+        **scales[chosen].fields(),
+        "scales": {name: scale.fields() for name, scale in scales.items()},
         "counts": {
             name: {"prompts": len(part.prompts), "rounds": len(part)} for name, part in (("fit", fit), ("test", test))
         },
         "positions": [
             {
                 "position": k + 1,
-                "temperature": temperatures[k],
+                "temperature": scales[chosen].temperatures[k],
+                "shift": scales[chosen].shifts[k],
                 "fitted": calibration.identified(fit, k),
                 "before": {name: _plain(interval) for name, interval in before[k].items()},
                 "after": {name: _plain(interval) for name, interval in after[k].items()},
@@ -57,17 +69,17 @@ def calibrate(rounds: Rounds, *, seed: int = 0, test_share: float = 0.5, resampl
             for k in range(block)
         ],
         "comparison": comparison,
-        "floor": float(np.mean(calibration.floors_of(test, methods["sts"]))),
+        "floor": float(np.mean(calibration.floors_of(test, after_NG))),
         "best": min(comparison, key=lambda name: comparison[name]["mean_ece"]),
         "reliability": [
             {
                 "position": k + 1,
                 "before": reliability(test, raw_NG, k),
-                "after": reliability(test, methods["sts"], k),
+                "after": reliability(test, after_NG, k),
             }
             for k in range(block)
         ],
-        "sweep": {"before": sweep(test, raw_NG), "after": sweep(test, methods["sts"])},
+        "sweep": {"before": sweep(test, raw_NG), "after": sweep(test, after_NG)},
     }
 
 
@@ -113,19 +125,21 @@ def sweep(rounds: Rounds, confidence_NG: np.ndarray, thresholds: Sequence[float]
 
 def render(report: Table) -> str:
     """The report as text."""
-    lines = ["position  temperature   ECE before → after [95 %]              Brier            AUC of c_k"]
+    title = f"{report['method']} on the test prompts:"
+    lines = [title, "position  temperature   shift  ECE before → after [95 %]              Brier            AUC of c_k"]
     for row in report["positions"]:
         before, after = row["before"], row["after"]
         ece, mark = after["ece"], " " if row["fitted"] else "*"
         areas = [_number(side["auc_conditional"]["value"], ".4f") for side in (before, after)]
         lines.append(
-            f"{row['position']:>8}  {row['temperature']:>11.3f}{mark}  {before['ece']['value']:>8.2%} → "
-            f"{ece['value']:.2%} [{_number(ece['low'], '.2%')}, {_number(ece['high'], '.2%')}]   "
+            f"{row['position']:>8}  {row['temperature']:>11.3f}{mark} {row['shift']:>+6.2f}  "
+            f"{before['ece']['value']:>8.2%} → {ece['value']:.2%} "
+            f"[{_number(ece['low'], '.2%')}, {_number(ece['high'], '.2%')}]   "
             f"{before['brier']['value']:.4f} → {after['brier']['value']:.4f}   "
             f"{areas[0]} → {areas[1]}"
         )
     if not all(row["fitted"] for row in report["positions"]):
-        lines.append("* reached by too few rounds for a temperature of its own: that of the position before")
+        lines.append("* reached by too few rounds for values of its own: those of the position before")
     means = {name: values["mean_ece"] for name, values in report["comparison"].items()}
     lines.append("mean ECE on the test prompts: " + ", ".join(f"{name} {value:.2%}" for name, value in means.items()))
     tested = report["counts"]["test"]["rounds"]

@@ -117,6 +117,11 @@ def _decoding(group: argparse._ArgumentGroup) -> None:
         help="verify only the prefix that survives with at least this probability (drafters with a confidence head)",
     )
     group.add_argument(
+        "--max-probability",
+        action="store_true",
+        help="drafters without a confidence head: the largest probability at each position stands for it",
+    )
+    group.add_argument(
         "--schedule",
         choices=("static", "threshold", "causal", "plateau", "async"),
         default="static",

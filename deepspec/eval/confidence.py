@@ -1,6 +1,6 @@
 """How well a drafter's confidences predict acceptance, and what a threshold on them would do. Pure.
 
-Knows records only. Fitting temperatures is calibrate's work.
+Knows records only. Fitting is calibrate's work.
 """
 
 from collections.abc import Sequence

@@ -6,27 +6,27 @@ It is known before the token is drawn, so scheduling by it is lossless; the prob
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from deepspec.eval.calibration import scale
+from deepspec.models.confidence_scale import ConfidenceScale
 from deepspec.models.protocol import Drafter, Proposal
 from deepspec.models.sampling import Distribution, Sampling
 
-METADATA = "max_probability_temperatures"
+METADATA = "max_probability"  # its scale in a checkpoint's ``deepspec`` object
 _NEARLY_GREEDY = 1e-4
+_EDGE = 1e-6
 
 
 class MaxProbability:
-    """A drafter with c_k = max_v q_k(v) in front of another one; ``temperatures`` are those of ``calibrate``.
+    """A drafter with c_k = max_v q_k(v) in front of another one; ``scale`` is that of ``calibrate``.
 
     Where drafts are greedy, q is one-hot and says nothing. The inner drafter then draws at a temperature so low that
     only the argmax is drawn, which leaves its logits to be read back at temperature 1; the proposal stays one-hot.
     """
 
-    def __init__(self, drafter: Drafter, temperatures: tuple[float, ...] | None = None) -> None:
-        self.drafter, self.temperatures = drafter, temperatures
+    def __init__(self, drafter: Drafter, scale: ConfidenceScale | None = None) -> None:
+        self.drafter, self.scale = drafter, scale
         self.block_size = drafter.block_size
         self.taps = getattr(drafter, "taps", None)
 
@@ -55,7 +55,6 @@ class MaxProbability:
             proposal = replace(proposal, q=Distribution.one_hot(proposal.tokens_BG, proposal.q.vocab_size))
         else:
             confidence_BG = proposal.q.probs().amax(-1)
-        if self.temperatures is not None:
-            scaled = scale(confidence_BG.cpu().numpy(), self.temperatures).astype(np.float32)
-            confidence_BG = torch.from_numpy(scaled).to(confidence_BG.device)
+        if self.scale is not None:
+            confidence_BG = torch.sigmoid(self.scale.logits(torch.logit(confidence_BG, _EDGE)))
         return replace(proposal, confidence_BG=confidence_BG)

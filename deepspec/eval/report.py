@@ -234,7 +234,7 @@ def _calibration(shown: Sequence[Results]) -> Section:
         return Section("confidence", "Confidence", page.paragraph(text, "note"))
     caption = (
         "Reliability of the confidence head: positions whose prefix was accepted, in ten bins. Below the diagonal it "
-        "is too sure of itself; deepspec.eval.calibrate fits temperatures that correct this."
+        "is too sure of itself; deepspec.eval.calibrate fits a scale that corrects this."
     )
     body = page.figure(plots_confidence.reliability(known), caption)
     for item in known:

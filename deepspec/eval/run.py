@@ -155,6 +155,8 @@ class Session:
         # these only where they apply, so that records of earlier versions keep their key
         if "taps" in variant.drafter:
             fields["taps"] = variant.drafter["taps"]
+        if "max_probability" in variant.drafter:
+            fields["max_probability"] = True
         if self._scheduled(variant):
             table = sha256_file(str(self.config.sps))
             fields |= {"schedule": self.config.schedule, "sps": table, "batch": variant.batch}

@@ -19,6 +19,7 @@ from deepspec.eval.rounds import read_rounds
 from deepspec.eval.simulation import POLICIES, Outcome, Serving, policy_of, simulate
 from deepspec.eval.sps import SPSProfile, SPSTable, load_profile, roofline
 from deepspec.files import provenance, read_json, write_json
+from deepspec.models.confidence_scale import ConfidenceScale
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 COSTS = ("draft_seconds", "draft_row_seconds", "mtp_draft_seconds", "prefill_tokens_per_second")
@@ -119,9 +120,11 @@ def _stream(options: argparse.Namespace) -> tuple[Stream, str]:
             stream = stream_of(record(stream), prompt_length=options.prompt_tokens)
         return stream, f"synthetic {options.synthetic}"
     rounds = read_rounds(options.records, options.run)
-    if options.temperatures is not None:
-        found = read_json(options.temperatures)
-        rounds = replace(rounds, confidence_NG=scale(rounds.confidence_NG, found["temperatures"]).astype(np.float32))
+    if options.calibration is not None:
+        found = ConfidenceScale.of(read_json(options.calibration))
+        if found is None:
+            raise ValueError(f"{options.calibration} has no temperatures: give the calibration.json of calibrate")
+        rounds = replace(rounds, confidence_NG=scale(rounds.confidence_NG, found).astype(np.float32))
     return stream_of(rounds, prompt_length=options.prompt_tokens, seed=options.seed), str(options.records)
 
 
@@ -134,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     source = parser.add_argument_group("requests")
     source.add_argument("--records", type=Path, help="records of an evaluation with full blocks (folder or .jsonl)")
     source.add_argument("--run", help="which run, if the records hold several")
-    source.add_argument("--temperatures", type=Path, help="calibration.json to apply to the recorded confidences")
+    source.add_argument("--calibration", type=Path, help="calibration.json to apply to the recorded confidences")
     source.add_argument("--synthetic", choices=sorted(DOMAINS), default="mix", help="without --records: kind of text")
     source.add_argument("--sources", type=int, default=2000, help="synthetic requests to draw from")
     source.add_argument("--block", type=int, default=7, help="synthetic block size γ")

@@ -204,11 +204,11 @@ class BlockDrafter(TrainedDrafter):
         return torch.full_like(base_BV, -torch.inf).scatter_(-1, ids_BM, logits_BM)
 
     def _probability(self, hidden_BGD: Tensor, previous_BGR: Tensor | None) -> Tensor | None:
-        """c_k of every position, calibrated by ``temperatures`` where there are any."""
+        """c_k of every position, calibrated where the drafter is."""
         confidence_BG = self._confidence(hidden_BGD, previous_BGR)
         if confidence_BG is None:
             return None
         logits_BG = confidence_BG.float()
-        if self.temperatures is not None:
-            logits_BG = logits_BG / torch.tensor(self.temperatures[: logits_BG.shape[1]], device=logits_BG.device)
+        if self.confidence_scale is not None:
+            logits_BG = self.confidence_scale.logits(logits_BG)
         return torch.sigmoid(logits_BG)

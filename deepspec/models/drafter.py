@@ -15,6 +15,7 @@ from transformers import AutoConfig, PretrainedConfig
 from deepspec import files
 from deepspec.models import families
 from deepspec.models.block_drafter import BlockDrafter
+from deepspec.models.confidence_scale import ConfidenceScale
 from deepspec.models.draft_config import draft_config, read_options
 from deepspec.models.drafter_base import TrainedDrafter
 from deepspec.models.drafter_config import DrafterConfig, DrafterConfigError
@@ -133,7 +134,7 @@ def save(
         "sample_from_anchor": True,
         "target": target,
         "thinking": drafter.metadata.get("thinking") if thinking is None else thinking,
-        "temperatures": None if drafter.temperatures is None else list(drafter.temperatures),
+        **_scale_fields(drafter),
         "own_embedding": drafter.config.own_embedding,
         "learned_mask": drafter.config.learned_mask,
         "sliding_window": drafter.config.sliding_window,
@@ -144,6 +145,11 @@ def save(
     with files.atomic_write(Path(folder) / WEIGHTS) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
     files.write_json(Path(folder) / CONFIG, _config_fields(drafter, dtype) | {"deepspec": metadata})
+
+
+def _scale_fields(drafter: TrainedDrafter) -> dict[str, Any]:
+    scale = drafter.confidence_scale
+    return {"temperatures": None, "shifts": None} if scale is None else scale.fields()
 
 
 def _tensors(
@@ -228,7 +234,7 @@ def own_layout(folder: str | Path) -> dict[str, Any]:
 
 
 def update_metadata(folder: str | Path, **facts: Any) -> None:
-    """Replace fields of the ``deepspec`` object (for instance ``temperatures``) without touching the weights.
+    """Replace fields of the ``deepspec`` object (for instance a calibration) without touching the weights.
 
     Raises CheckpointError as ``own_layout`` does.
     """
@@ -258,8 +264,13 @@ def load(
     try:
         config = type(AutoConfig.for_model(fields["model_type"])).from_dict(fields)
         cfg = read_options(config, metadata)
-    except DrafterConfigError as error:
+        scale = ConfidenceScale.of(metadata)
+    except ValueError as error:
         raise CheckpointError(f"{path / CONFIG}: {error}") from error
+    if scale is not None and len(scale.temperatures) != cfg.block_size:
+        raise CheckpointError(
+            f"{path / CONFIG}: {len(scale.temperatures)} temperatures for block size {cfg.block_size}: calibrate again"
+        )
     if isinstance(head, Target):
         _check_target(path, config, metadata, head)
         head = FrozenHead.of(head)
@@ -275,8 +286,7 @@ def load(
     drafter = _construct(cfg, config, head.to(device), draft_ids)
     _fill(path, drafter, tensors)
     drafter.metadata = metadata
-    if metadata.get("temperatures"):
-        drafter.temperatures = tuple(metadata["temperatures"])
+    drafter.confidence_scale = scale
     return drafter.to(device=device, dtype=dtype).eval()
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from deepspec.models.confidence_scale import ConfidenceScale
 from deepspec.models.draft_vocabulary import DraftVocabulary
 from deepspec.models.drafter_config import DrafterConfig
 from deepspec.models.frozen_head import FrozenHead
@@ -29,7 +30,7 @@ class TrainedDrafter(nn.Module, abc.ABC):
         self.block_size = config.block_size
         self.metadata: dict[str, Any] = {}  # the checkpoint's ``deepspec`` object, where it was loaded from one
         self.recompute = False  # layers' activations are made again in backward instead of kept (EngineConfig)
-        self.temperatures: tuple[float, ...] | None = None  # of the confidence logits, one per position (STS)
+        self.confidence_scale: ConfidenceScale | None = None  # of a calibrated confidence head
         self.vocabulary = DraftVocabulary(head.vocab_size, draft_ids)
         # Trained in float32 whatever the head's dtype, like every other weight.
         own = (

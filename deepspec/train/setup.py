@@ -215,6 +215,7 @@ def _drafter(cfg: TrainConfig, head: FrozenHead, taps: tuple[int, ...], loader: 
             f"train.init_from={cfg.train.init_from} is another kind of drafter: {', '.join(differing)}; set these to "
             "the checkpoint's values"
         )
+    drafter.metadata, drafter.confidence_scale = {}, None  # said of the weights that training now changes
     return drafter
 
 

@@ -17,6 +17,7 @@ from deepspec.eval.replay import Difficulty, record, synthetic
 from deepspec.eval.rounds import Rounds, RoundsError, from_prompts, read_rounds, write_rounds
 from deepspec.eval.sps import SPSProfile, SPSTable
 from deepspec.models import drafter as checkpoints
+from deepspec.models.confidence_scale import ConfidenceScale
 from deepspec.models.decode import generate
 from deepspec.models.frozen_head import FrozenHead
 from deepspec.models.sampling import Sampling
@@ -100,7 +101,7 @@ def test_sts_recovers_the_exaggeration_and_keeps_the_order() -> None:
     fit, test = random_rounds(2, prompts=300, per_prompt=100).split(seed=1)
     temperatures = calibration.fit_sts(fit)
     assert temperatures == pytest.approx((2.0, 2.0, 2.0), rel=0.25)
-    scaled = calibration.scale(test.confidence_NG, temperatures)
+    scaled = calibration.scale(test.confidence_NG, ConfidenceScale(temperatures))
     before = calibration.errors_of(test, test.confidence_NG)
     after = calibration.errors_of(test, scaled)
     assert np.mean(after) < 0.015 < np.mean(before)
@@ -117,6 +118,46 @@ def test_positions_that_nothing_reaches_take_the_temperature_before() -> None:
     temperatures = calibration.fit_sts(hopeless)
     assert temperatures[1] == temperatures[2] == temperatures[0] != 1.0
     assert [calibration.identified(hopeless, k) for k in range(3)] == [True, False, False]
+    platt = calibration.fit_platt(hopeless)
+    assert platt.temperatures[1:] == platt.temperatures[:1] * 2
+    assert platt.shifts[1:] == platt.shifts[:1] * 2
+
+
+def test_platt_recovers_a_shift_that_no_temperature_can() -> None:
+    """Rounds that start where the drafter thinks too well of itself: log-odds too high by a half, slope right."""
+    raw = random_rounds(11, prompts=300, per_prompt=100, sharpness=1.0)
+    wrong = calibration.scale(raw.confidence_NG, ConfidenceScale((0.5,) * 3, (0.5,) * 3)).astype(np.float32)
+    fit, test = Rounds(raw.prompt_N, raw.proposed_N, raw.accepted_N, wrong).split(seed=1)
+    scale = calibration.fit_platt(fit)
+    assert scale.temperatures == pytest.approx((2.0, 2.0, 2.0), rel=0.1)
+    assert scale.shifts == pytest.approx((-0.25, -0.25, -0.25), abs=0.08)
+    scaled = calibration.scale(test.confidence_NG, scale)
+    cooled = calibration.scale(test.confidence_NG, ConfidenceScale(calibration.fit_sts(fit)))
+    errors, floors = calibration.errors_of(test, scaled), calibration.floors_of(test, scaled)
+    assert np.mean(errors) < 2 * np.mean(floors) < np.mean(calibration.errors_of(test, cooled))
+    for k in range(3):
+        samples = calibration.reached(test, k)
+        values = [each[samples.rows, k] for each in (test.confidence_NG, scaled)]
+        areas = [calibration.auc(value, samples.outcome) for value in values]
+        assert areas[0] == pytest.approx(areas[1], abs=1e-6)
+
+
+def test_platt_is_the_maximum_of_the_likelihood() -> None:
+    """Against Newton's method in plain float64 arithmetic, with Platt's targets."""
+    rounds = random_rounds(12, prompts=20, per_prompt=20)
+    scale = calibration.fit_platt(rounds)
+    for k in range(3):
+        samples = calibration.reached(rounds, k)
+        x = np.array([math.log(c / (1 - c)) for c in rounds.confidence_NG[samples.rows, k].astype(float)])
+        accepted = samples.outcome.sum()
+        rejected = len(x) - accepted
+        wanted = np.where(samples.outcome == 1, (accepted + 1) / (accepted + 2), 1 / (rejected + 2))
+        design, point = np.stack([x, np.ones_like(x)], 1), np.array([1.0, 0.0])
+        for _ in range(50):
+            p = 1 / (1 + np.exp(-design @ point))
+            point += np.linalg.solve(design.T @ (design * (p * (1 - p))[:, None]), design.T @ (wanted - p))
+        assert 1 / scale.temperatures[k] == pytest.approx(point[0], rel=1e-3)
+        assert scale.shifts[k] == pytest.approx(point[1], abs=1e-3)
 
 
 def test_positions_that_were_not_offered_do_not_count() -> None:
@@ -146,6 +187,7 @@ def test_a_hundred_thousand_records_fit_in_seconds() -> None:
     rounds = random_rounds(4, prompts=1000, per_prompt=100, block=7)
     start = time.process_time()
     calibration.fit_sts(rounds)
+    calibration.fit_platt(rounds)
     assert time.process_time() - start < 10
 
 
@@ -260,17 +302,25 @@ def test_command_decodes_stores_and_is_undone(trained, capsys) -> None:
     assert decode_and_calibrate(trained, "dspark", "--sweep") == 0
     report = json.loads((trained / "dspark" / "calibration.json").read_text())
     assert (trained / "dspark" / "reliability.svg").read_text().startswith("<svg")
-    assert report["comparison"]["sts"]["mean_ece"] < report["comparison"]["raw"]["mean_ece"]
+    errors = {name: each["mean_ece"] for name, each in report["comparison"].items()}
+    assert report["method"] == min(("platt", "sts", "single"), key=errors.__getitem__)
+    assert errors[report["method"]] < errors["raw"]
     for row in report["positions"]:
         assert row["after"]["auc_conditional"]["value"] == pytest.approx(row["before"]["auc_conditional"]["value"])
     after = json.loads((checkpoint / "config.json").read_text())
     assert after["deepspec"]["temperatures"] == report["temperatures"]
-    assert after["deepspec"]["calibration"]["format_version"] == 1
+    assert after["deepspec"]["calibration"]["format_version"] == 2
     changed = {key for key in after["deepspec"] if after["deepspec"][key] != before["deepspec"].get(key)}
-    assert changed == {"temperatures", "calibration"}
+    assert changed == {"temperatures", "shifts", "calibration"}
+    assert after["deepspec"]["calibration"]["method"] == report["method"]
     assert (checkpoint / "calibration.json").is_file()
     assert "threshold  acceptance" in capsys.readouterr().out
-    # Again: nothing is decoded twice, and raw confidences are fitted although the drafter has temperatures now.
+    # Again: nothing is decoded twice, and raw confidences are fitted although the drafter is calibrated now.
+    assert decode_and_calibrate(trained, "dspark", "--method", "sts", "--no-store") == 0
+    forced = json.loads((trained / "dspark" / "calibration.json").read_text())
+    assert forced["method"] == "sts"
+    assert forced["temperatures"] == report["scales"]["sts"]["temperatures"]
+    assert forced["shifts"] == [0.0] * len(forced["temperatures"])
     assert decode_and_calibrate(trained, "dspark") == 0
     assert json.loads((checkpoint / "config.json").read_text())["deepspec"]["temperatures"] == report["temperatures"]
 
@@ -285,6 +335,7 @@ def test_command_decodes_stores_and_is_undone(trained, capsys) -> None:
     named = calibrate.parser().parse_args(["--records", str(output), "--drafter", str(trained / "run")])
     assert calibrate.recorded(named)[1] == trained / "run" / "best"
     logits = calibration.logit(found.confidence_NG.astype(float)) / np.array(report["temperatures"])
+    logits += np.array(report["shifts"])
     assert np.allclose(logits, calibration.logit(rounds.confidence_NG.astype(float)), atol=1e-3, equal_nan=True)
     fields = json.loads((checkpoint / "config.json").read_text())
     fields["deepspec"]["temperatures"] = [1.0, 1.0, 1.0, 1.0]
@@ -303,7 +354,7 @@ def test_drafters_without_a_confidence_head(trained, capsys) -> None:
     assert decode_and_calibrate(trained, "eagle3", "--max-probability", "--temperature", 0) == 0
     fields = json.loads((trained / "drafters" / "eagle3" / "config.json").read_text())["deepspec"]
     if "calibration" in fields:  # stored only when it helped
-        assert len(fields["max_probability_temperatures"]) == 4
+        assert len(fields["max_probability"]["temperatures"]) == 4
         assert not fields.get("temperatures")
 
 
@@ -325,10 +376,10 @@ def test_max_probability_is_that_of_the_draft_and_leaves_it_alone(trained) -> No
         assert [r.accepted for r in plain.rounds] == [r.accepted for r in wrapped.rounds]
         values = confidences(wrapped)
         assert ((values > 1 / target.vocab_size) & (values < 1)).all()
-    halved = MaxProbability(inner, (2.0,) * 4)
+    halved = MaxProbability(inner, ConfidenceScale((2.0,) * 4, (0.5,) * 4))
     cooler = next(iter(generate(target, prompt, drafter=halved, max_new_tokens=12, stop_ids=())))
     raw = next(iter(generate(target, prompt, drafter=MaxProbability(inner), max_new_tokens=12, stop_ids=())))
-    assert np.allclose(calibration.logit(confidences(cooler)), calibration.logit(confidences(raw)) / 2, atol=1e-4)
+    assert np.allclose(calibration.logit(confidences(cooler)), calibration.logit(confidences(raw)) / 2 + 0.5, atol=1e-4)
 
 
 def test_sweep_raises_acceptance() -> None:

@@ -6,9 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from deepspec.eval import cli, report
+from deepspec.eval import calibrate, cli, report
+from deepspec.eval.calibration import logit
+from deepspec.eval.rounds import read_rounds
+from deepspec.models import drafter as checkpoints
 from deepspec.models.export import checkpoint as folders
 from deepspec.models.export import export, imports
 from tests.eval.tiny_run import evaluate, results, save_drafter, save_target, write_prompts
@@ -168,7 +172,36 @@ def test_a_threshold_shortens_proposals_and_stays_lossless(place, tmp_path, caps
     out = {item["label"]: item["datasets"]["mine"] for item in results(tmp_path)["variants"]}
     assert out["dspark"]["proposal_length"]["value"] < out["dflash"]["proposal_length"]["value"]
     assert out["dspark"]["identity"]["different"] == 0
-    assert "not applied to dflash" in capsys.readouterr().err
+    assert "not applied to dflash: it has no confidence head; --max-probability" in capsys.readouterr().err
+
+
+def test_a_threshold_on_the_largest_probability(place, tmp_path, capsys):
+    """For drafters without a confidence head; its records calibrate and its scale is applied afterwards."""
+    folder = save_drafter(tmp_path / "dflash", place / "target", "dflash")
+    more = ("--drafter", folder, drafter_folder(place, "dspark"), "--max-probability", "--limit", 3)
+    assert run(place, tmp_path / "full", *more) == 0
+    made = {item["label"]: item for item in results(tmp_path / "full")["variants"]}
+    assert made["dflash"]["drafter"]["max_probability"] == {}
+    assert "max_probability" not in made["dspark"]["drafter"]
+    assert "reliability" in made["dflash"]["macro"]
+    assert run(place, tmp_path / "short", *more, "--confidence-threshold", 0.06) == 0
+    short = {item["label"]: item["datasets"]["mine"] for item in results(tmp_path / "short")["variants"]}
+    assert short["dflash"]["proposal_length"]["value"] < made["dflash"]["datasets"]["mine"]["proposal_length"]["value"]
+    assert short["dflash"]["identity"]["different"] == 0
+    assert "not applied" not in capsys.readouterr().err
+
+    given = ["--records", str(tmp_path / "full"), "--run", made["dflash"]["id"]]
+    raw, found = calibrate.recorded(calibrate.parser().parse_args(given))
+    assert found == folder
+    checkpoints.update_metadata(folder, max_probability={"temperatures": [2.0] * 4, "shifts": [0.5] * 4})
+    assert run(place, tmp_path / "scaled", *more) == 0
+    scaled = read_rounds(tmp_path / "scaled", made["dflash"]["id"])
+    assert np.allclose(logit(scaled.confidence_NG), logit(raw.confidence_NG) / 2 + 0.5, atol=0.01, equal_nan=True)
+    given[1] = str(tmp_path / "scaled")
+    options = calibrate.parser().parse_args(given)
+    again, _ = calibrate.recorded(options)
+    assert options.max_probability
+    assert np.allclose(again.confidence_NG, raw.confidence_NG, atol=1e-3, equal_nan=True)
 
 
 def test_defaults_find_the_newest_drafter_and_its_target(place, tmp_path, monkeypatch, capsys):

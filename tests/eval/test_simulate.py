@@ -199,7 +199,7 @@ def test_command_line(tmp_path, capsys) -> None:
     (tmp_path / "calibration.json").write_text(json.dumps({"temperatures": [1.1] * 7}))
     SPSProfile((roofline(limit=256),)).save(tmp_path / "sps.csv")
     arguments = ["--records", str(tmp_path), "--sps", str(tmp_path / "sps.csv"), "--concurrency", "2,8"]
-    arguments += ["--requests", "20", "--temperatures", str(tmp_path / "calibration.json"), "--lengths", "1,7"]
+    arguments += ["--requests", "20", "--calibration", str(tmp_path / "calibration.json"), "--lengths", "1,7"]
     assert command.main([*arguments, "--output", str(tmp_path / "out")]) == 0
     written = json.loads((tmp_path / "out" / "simulation.json").read_text())
     assert len(written["outcomes"]) == 2 * 7
@@ -207,9 +207,11 @@ def test_command_line(tmp_path, capsys) -> None:
     assert "<svg" in (tmp_path / "out" / "budget.svg").read_text()
     assert command.main(["--policies", "greedy"]) == 2
     assert command.main(["--records", str(tmp_path / "absent.jsonl")]) == 2
+    assert command.main(["--records", str(tmp_path), "--calibration", str(tmp_path / "out" / "simulation.json")]) == 2
     errors = capsys.readouterr().err
     assert "unknown policies greedy" in errors
     assert "absent.jsonl" in errors
+    assert "simulation.json has no temperatures: give the calibration.json" in errors
 
 
 def test_costs_come_from_the_profile_unless_given(tmp_path) -> None:

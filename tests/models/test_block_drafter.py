@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from deepspec.models.confidence_scale import ConfidenceScale
 from deepspec.models.draft_vocabulary import most_frequent
 from deepspec.models.sampling import Sampling
 from tests.models.drafting import (
@@ -220,13 +221,14 @@ def test_temperature_is_the_drafters_too():
     assert bool((hot < 0.2).all())
 
 
-def test_confidence_temperatures_divide_the_logits():
+def test_confidences_are_scaled_by_position():
     model, sample = drafter(), samples()[2]
     state, anchor = context(model, sample)
     raw = propose(model, state, anchor).confidence_BG
-    model.temperatures = (2.0, 1.0, 0.5, 4.0)
+    model.confidence_scale = ConfidenceScale((2.0, 1.0, 0.5, 4.0), (0.0, -0.5, 0.25, 0.0))
     scaled = propose(model, state, anchor).confidence_BG
-    torch.testing.assert_close(scaled.logit(), raw.logit() / torch.tensor(model.temperatures), atol=1e-4, rtol=1e-4)
+    expected = raw.logit() / torch.tensor([2.0, 1.0, 0.5, 4.0]) + torch.tensor([0.0, -0.5, 0.25, 0.0])
+    torch.testing.assert_close(scaled.logit(), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["gated", "learned mask", "own embedding", "reduced"])

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deepspec.models import drafter as drafters
+from deepspec.models.confidence_scale import ConfidenceScale
 from deepspec.models.decode import generate
 from deepspec.models.draft_config import derive_mask_token
 from deepspec.models.drafter_config import DrafterConfig, DrafterConfigError
@@ -46,13 +47,13 @@ def hidden(model):
 @pytest.mark.parametrize("name", KINDS)
 def test_save_load_gives_the_same_drafter(name, tmp_path):
     model = drafter(**KINDS[name])
-    model.temperatures = (1.5, 1.0, 0.5, 2.0)
+    model.confidence_scale = ConfidenceScale((1.5, 1.0, 0.5, 2.0), (0.0, 0.1, -0.2, 0.3))
     facts = dict(target_name="tiny", target_fingerprint="f" * 64, thinking=False, provenance={"steps": 3})
     drafters.save(model, tmp_path, dtype=torch.float32, **facts)
     again = drafters.load(tmp_path, model.head)
     assert again.config == DrafterConfig(**{**vars(model.config), "mask_token_id": again.config.mask_token_id})
     assert again.taps == TAPS
-    assert again.temperatures == model.temperatures
+    assert again.confidence_scale == model.confidence_scale
     assert not again.training
     assert again.metadata["target"] == {"name": "tiny", "fingerprint": "f" * 64}
     assert again.metadata["provenance"]["steps"] == 3
@@ -66,15 +67,22 @@ def test_saving_again_keeps_the_facts(tmp_path):
     model = drafter()
     facts = {"target_name": "tiny", "target_path": "org/tiny", "target_revision": "v1", "thinking": True}
     drafters.save(model, tmp_path, dtype=torch.float32, **facts)
-    drafters.update_metadata(tmp_path, temperatures=[1.0, 2.0, 3.0, 4.0])
+    drafters.update_metadata(tmp_path, temperatures=[1.0, 2.0, 3.0, 4.0])  # as format 1 stored it: no shifts
     again = drafters.load(tmp_path, model.head)
-    assert again.temperatures == (1.0, 2.0, 3.0, 4.0)
+    assert again.confidence_scale == ConfidenceScale((1.0, 2.0, 3.0, 4.0))
     drafters.save(again, tmp_path / "copy")
     fields = drafters.read_config(tmp_path / "copy")
     assert fields["dtype"] == "bfloat16"
     assert fields["deepspec"]["thinking"] is True
     assert fields["deepspec"]["target"] == {"name": "tiny", "path": "org/tiny", "revision": "v1"}
     assert fields["deepspec"]["temperatures"] == [1.0, 2.0, 3.0, 4.0]
+    again.confidence_scale = None
+    drafters.save(again, tmp_path / "copy")
+    assert drafters.load(tmp_path / "copy", model.head).confidence_scale is None
+    for wrong in ([1.0, 2.0], [1.0, 2.0, 0.0, 1.0]):
+        drafters.update_metadata(tmp_path, temperatures=wrong)
+        with pytest.raises(drafters.CheckpointError, match=r"config\.json: .*calibrate again"):
+            drafters.load(tmp_path, model.head)
     assert all(t.dtype == torch.bfloat16 for t in load_file(tmp_path / "copy" / "model.safetensors").values())
 
 

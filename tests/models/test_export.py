@@ -121,7 +121,7 @@ def test_included_head_stands_alone(tmp_path):
 
 def test_command_writes_every_engine_and_its_serve_command(tmp_path, target_gguf, capsys):
     saved(tmp_path / "drafter")
-    drafters.update_metadata(tmp_path / "drafter", temperatures=[1.0, 1.5, 2.0, 2.5])
+    drafters.update_metadata(tmp_path / "drafter", temperatures=[1.0, 1.5, 2.0, 2.5], shifts=[-0.5, 0.0, 0.1, 0.0])
     assert main(["--drafter", str(tmp_path / "drafter"), "--all", "--target-gguf", str(target_gguf)]) == 0
     said = capsys.readouterr().out
     made = tmp_path / "drafter" / "export"
@@ -132,7 +132,9 @@ def test_command_writes_every_engine_and_its_serve_command(tmp_path, target_gguf
     assert f"llama-server -m {target_gguf} -md {made / 'gguf' / 'drafter-bf16.gguf'}" in said
     assert "vllm: warning: temperatures" in said
     for engine in ("vllm", "sglang", "gguf", "deepspec"):
-        assert json.loads((made / engine / folders.CALIBRATION).read_text())["temperatures"] == [1.0, 1.5, 2.0, 2.5]
+        calibration = json.loads((made / engine / folders.CALIBRATION).read_text())
+        assert calibration["temperatures"] == [1.0, 1.5, 2.0, 2.5]
+        assert calibration["shifts"] == [-0.5, 0.0, 0.1, 0.0]
     assert main(["--drafter", str(made / "vllm"), "--to", "vllm", "--check"]) == 0
     assert main(["--drafter", str(made / "vllm"), "--to", "vllm", "--check", "--num-speculative-tokens", "3"]) == 2
 

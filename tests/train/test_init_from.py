@@ -78,6 +78,18 @@ def test_every_layout_is_where_a_run_can_start(layout, folder, trained, tmp_path
     assert run.drafter.training
 
 
+def test_a_calibration_is_not_inherited(folder, trained, tmp_path):
+    """It was fitted to confidences that training now changes."""
+    folders.write(trained("dspark"), tmp_path / "calibrated")
+    block = drafters.read_config(tmp_path / "calibrated")["block_size"]
+    drafters.update_metadata(tmp_path / "calibrated", temperatures=[2.0] * block, calibration={"method": "sts"})
+    cfg = tiny_run.config(folder, name="recalibrate", train__steps=1, train__init_from=tmp_path / "calibrated")
+    tiny_run.trainer(cfg).fit()
+    facts = drafters.read_config(f"{cfg.folder}/last")["deepspec"]
+    assert facts["temperatures"] is None
+    assert "calibration" not in facts
+
+
 def test_a_speculators_drafter_is_fine_tuned_to_one_of_ours(folder, trained, tmp_path):
     source = trained("dspark")
     folders.write(speculators(source), tmp_path / "theirs")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspec import files
+from deepspec.models.confidence_scale import ConfidenceScale
 from deepspec.models.frozen_head import FrozenHead
 
 CONFIG, WEIGHTS, CALIBRATION = "config.json", "model.safetensors", "deepspec_calibration.json"
@@ -156,17 +157,11 @@ def write(checkpoint: Checkpoint, folder: str | Path) -> None:
 
 
 def write_calibration(checkpoint: Checkpoint, folder: Path) -> None:
-    """The confidence temperatures as a side file, as no engine has a field for them; nothing without any."""
-    temperatures = checkpoint.metadata.get("temperatures")
-    if temperatures:
-        files.write_json(
-            folder / CALIBRATION,
-            {
-                "format_version": 1,
-                "temperatures": temperatures,
-                "use": "confidence of position k = sigmoid(logit_k / temperatures[k - 1]), k = 1 … block_size",
-            },
-        )
+    """The calibration of the confidences as a side file, as no engine has a field for it; nothing without any."""
+    scale = ConfidenceScale.of(checkpoint.metadata)
+    if scale is not None:
+        use = "confidence of position k = sigmoid(logit_k / temperatures[k - 1] + shifts[k - 1]), k = 1 … block_size"
+        files.write_json(folder / CALIBRATION, {"format_version": 2, **scale.fields(), "use": use})
 
 
 def with_head(checkpoint: Checkpoint, head: FrozenHead) -> Checkpoint:

@@ -220,7 +220,7 @@ def _confidence(s: Subject) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "temperatures",
-            f"{s.engine.name} has no field for them and uses the uncalibrated confidence; they are in {CALIBRATION}",
+            f"{s.engine.name} has no field for a calibration and uses the raw confidence; it is in {CALIBRATION}",
         )
 
 
