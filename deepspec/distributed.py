@@ -65,7 +65,8 @@ def default_device() -> torch.device:
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         if kind is not None:
-            return torch.device(kind.type, local_rank())
+            # a launcher may show each process one device only
+            return torch.device(kind.type, local_rank() % torch.accelerator.device_count())
     return torch.device("cpu")
 
 

@@ -94,9 +94,13 @@ def to_sample(row: Row) -> Sample:
 
 @torch.inference_mode()
 def probe(target: Target, row: Row) -> Probe:
-    """The target's own next tokens at up to PROBE_STATES evenly spaced last states of a row."""
+    """The target's own next tokens at up to PROBE_STATES evenly spaced last states of a row.
+
+    From the model's own forward over the row's tokens, not from the captured states, which they are to prove.
+    """
     count = len(row.last_ID)
     states = sorted({index * count // PROBE_STATES for index in range(PROBE_STATES)})
-    at = torch.tensor(states, device=row.last_ID.device)
-    logits = target.logits(row.last_ID[at].to(target.device, target.dtype))
-    return Probe(row.id, states, logits.argmax(-1).tolist())
+    at_P = last_positions(supervised_mask(len(row.tokens), row.spans))[states].to(target.device)
+    tokens_1S = torch.tensor([row.tokens[: int(at_P.max()) + 1]], device=target.device)
+    logits_1PV = target.model(input_ids=tokens_1S, use_cache=False, logits_to_keep=at_P).logits
+    return Probe(row.id, states, logits_1PV[0].argmax(-1).tolist())

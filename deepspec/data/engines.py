@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Final, Protocol
 
+import torch
+
 from deepspec.data.chat import ChatError, Message, render_prompt
 from deepspec.data.spans import split_reasoning
-from deepspec.models.decode import generate, prompt_problem
+from deepspec.models.decode import Completion, generate, prompt_problem
 from deepspec.models.sampling import Sampling
 from deepspec.models.target import Target
 
@@ -93,27 +95,46 @@ class TransformersEngine:
             yield from self._generate(requests, prompts)
 
     def _generate(self, requests: list[Request], prompts: list[list[int]]) -> Iterator[Answer]:
-        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-        by_index = {draw_index(requests[index].id, requests[index].turn): requests[index] for index in order}
-        completions = generate(
+        """Longest prompts first, whose batch needs the most memory: where it does not fit, with half of it from then
+        on (answers do not depend on the batch). Raises EngineError where one prompt alone does not fit."""
+        pairs = sorted(zip(requests, prompts, strict=True), key=lambda pair: -len(pair[1]))
+        left = {draw_index(request.id, request.turn): (request, prompt) for request, prompt in pairs}
+        while left:
+            try:
+                for completion in self._complete({index: prompt for index, (_, prompt) in left.items()}):
+                    yield self._answer(left.pop(completion.index)[0], completion)
+            except torch.OutOfMemoryError as error:
+                if self.batch_size == 1:
+                    raise EngineError(
+                        "out of memory with one prompt at a time: lower regenerate.max_new_tokens or prompts.max_chars,"
+                        " or serve the target and give regenerate.engine=openai"
+                    ) from error
+                self.batch_size //= 2
+                print(f"out of memory: going on with regenerate.batch_size={self.batch_size}", flush=True)
+                if self.target.device.type != "cpu":
+                    torch.accelerator.empty_cache()
+
+    def _complete(self, prompts: dict[int, list[int]]) -> Iterator[Completion]:
+        return generate(
             self.target,
-            [prompts[index] for index in order],
+            list(prompts.values()),
             sampling=self.sampling,
             max_new_tokens=self.max_new_tokens,
             batch_size=self.batch_size,
             seed=self.seed,
-            indices=list(by_index),
+            indices=list(prompts),
             progress=self.on_tokens,
         )
-        for completion in completions:
-            finished = completion.finish_reason == "stop"
-            text = self.target.tokenizer.decode(completion.tokens[:-1] if finished else completion.tokens)
-            yield Answer(
-                by_index[completion.index],
-                message=assistant_message(text),
-                tokens=completion.tokens,
-                finish_reason=completion.finish_reason,
-            )
+
+    def _answer(self, request: Request, completion: Completion) -> Answer:
+        finished = completion.finish_reason == "stop"
+        text = self.target.tokenizer.decode(completion.tokens[:-1] if finished else completion.tokens)
+        return Answer(
+            request,
+            message=assistant_message(text),
+            tokens=completion.tokens,
+            finish_reason=completion.finish_reason,
+        )
 
 
 def draw_index(prompt_id: str, turn: int) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
 import torch
+import xxhash
 
 from deepspec.data.batch import DraftBatch, Sample, collate, empty_batch
 from deepspec.data.cache_reader import CacheReader
@@ -153,6 +154,13 @@ class Loader:
     def _order(self, epoch: int) -> list[int]:
         return shuffled(len(self.training_rows), self.config.seed, epoch)
 
+    def digest(self) -> str:
+        """Of the ids and lengths of all samples: other data of the same size is other data."""
+        found = xxhash.xxh3_128()
+        for id, length in zip(self.source.ids(), self.source.lengths(), strict=True):
+            found.update(f"{id} {length}\n".encode())
+        return found.hexdigest()
+
     def step(self, step: int) -> list[DraftBatch]:
         """The micro batches of this rank at a global step, as many as on every other rank; some may be empty."""
         return [self._collate(group, step // self.steps_per_epoch) for group in self._mine(self.rows(step))]
@@ -222,25 +230,23 @@ def cut(sample: Sample, length: int) -> Sample:
 
 
 def prefetched(stream: Iterator[T], depth: int) -> Generator[T, None, None]:
-    """The same items, made up to ``depth`` ahead in a thread; errors arrive where their item would have."""
-    ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
-    stopped = threading.Event()
+    """The same items, at most ``depth`` of them made or being made ahead in a thread (a step's states are large).
 
-    def offer(item: tuple[T | None, BaseException | None]) -> None:
-        while not stopped.is_set():
-            with contextlib.suppress(queue.Full):
-                ready.put(item, timeout=0.1)
-                return
+    Errors arrive where their item would have.
+    """
+    ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
+    permits = threading.Semaphore(depth)
+    stopped = threading.Event()
 
     def produce() -> None:
         try:
-            for item in stream:
-                offer((item, None))
+            while True:
+                permits.acquire()
                 if stopped.is_set():
                     return
-            offer((None, StopIteration()))
-        except BaseException as error:  # whatever it is, the consumer must see it
-            offer((None, error))
+                ready.put((next(stream), None))
+        except BaseException as error:  # whatever it is, the consumer must see it; StopIteration is the end
+            ready.put((None, error))
 
     thread = threading.Thread(target=produce, name="prefetch", daemon=True)
     thread.start()
@@ -251,7 +257,9 @@ def prefetched(stream: Iterator[T], depth: int) -> Generator[T, None, None]:
                 return
             if error is not None:
                 raise error
+            permits.release()
             yield cast(T, item)
     finally:
         stopped.set()
+        permits.release()
         thread.join()

@@ -226,7 +226,7 @@ class _Steps:
 
     def _wait(self) -> None:
         if self.target.device.type != "cpu":
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(self.target.device)
 
 
 def render(profile: SPSProfile) -> str:

@@ -53,6 +53,8 @@ def _flex_or_split(q_BQHC: Tensor, *rest) -> Tensor:
     if device not in _flex_refused:
         try:
             return _flex(q_BQHC, *rest)
+        except torch.OutOfMemoryError:
+            raise  # says nothing of the kernel
         except Exception as error:  # compilers raise many types here; too little shared memory is the usual one
             _flex_refused.add(device)
             _log.warning("flex attention failed on %s with head dim %d, using the split kernel: %s", *device, error)
@@ -93,9 +95,7 @@ def _block_mask(blocks: Blocks, context: int):
 
     rows, queries = blocks.end_BN.shape[0], blocks.count * blocks.queries
     keys = context + blocks.count * blocks.own
-    return create_block_mask(
-        block_mask_mod(blocks, context), rows, None, queries, keys, device=blocks.end_BN.device.type
-    )
+    return create_block_mask(block_mask_mod(blocks, context), rows, None, queries, keys, device=blocks.end_BN.device)
 
 
 @functools.cache

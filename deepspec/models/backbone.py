@@ -72,6 +72,8 @@ class Rotary:
     @torch.no_grad()
     def __call__(self, like: Tensor, positions_BT: Tensor) -> Rope:
         """[B, T, C] each, in the dtype and on the device of ``like``."""
+        if next(self._module.buffers()).device != like.device:
+            self._module.to(like.device)  # once, not a copy at every call
         return self._module(like, positions_BT, *self._arguments)
 
 

@@ -356,7 +356,7 @@ class _Loop:
     def _lap(self, name: str) -> None:
         """Book the time since the last lap."""
         if self._synchronise and self.target.device.type != "cpu":
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(self.target.device)
         now = time.perf_counter()
         setattr(self.timings, name, getattr(self.timings, name) + now - self._mark)
         self._mark = now

@@ -66,7 +66,7 @@ class TrainedDrafter(nn.Module, abc.ABC):
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         """The head's fp32 logits [..., V] over the draft vocabulary, without a Markov bias."""
-        return self.vocabulary.head(self.head).logits(hidden.to(self.head.dtype)).float()
+        return self.vocabulary.head(self.head).full_logits(hidden.to(self.head.dtype))
 
     @abc.abstractmethod
     def training_forward(self, batch: Any) -> Any:

@@ -112,8 +112,11 @@ class FrozenHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of post-norm states [..., D], in their dtype, soft cap applied. Gradients flow through."""
-        logits = F.linear(hidden, self.head_VD)
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        return cap_logits(F.linear(hidden, self.head_VD), self.softcap)
+
+    def full_logits(self, hidden: Tensor) -> Tensor:
+        """``logits`` in float32, not rounded to the weights' dtype on the way where the device can do that."""
+        return cap_logits(matmul_fp32(hidden, self.head_VD), self.softcap)
 
     @torch.no_grad()
     def log_normaliser(self, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,15 +128,28 @@ class FrozenHead:
         top_N = torch.empty(len(hidden_ND), dtype=torch.int64, device=hidden_ND.device)
         for start in range(0, len(hidden_ND), NORMALISER_ROWS):
             part_ND = hidden_ND[start : start + NORMALISER_ROWS]
-            if part_ND.device.type == "cuda" and self.dtype != torch.float32:
-                logits_NV = torch.mm(part_ND.to(self.dtype), self.head_VD.T, torch.float32)
+            if part_ND.device.type == "cuda":
+                logits_NV = matmul_fp32(part_ND.to(self.dtype), self.head_VD)
             else:
                 logits_NV = part_ND.float() @ self.head_VD.float().T
-            if self.softcap is not None:
-                logits_NV = self.softcap * torch.tanh(logits_NV / self.softcap)
+            logits_NV = cap_logits(logits_NV, self.softcap)
             log_z_N[start : start + len(part_ND)] = logits_NV.logsumexp(-1)
             top_N[start : start + len(part_ND)] = logits_NV.argmax(-1)
         return log_z_N, top_N
+
+
+def matmul_fp32(hidden: Tensor, head_VD: Tensor) -> Tensor:
+    """hidden @ headᵀ in float32. In half precision on CUDA the product itself is (without gradients, which that kernel
+    lacks): rounded first, logits of 16 to 32 would stand on a grid of 0.125 and tie."""
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled():
+        flat = torch.mm(hidden.reshape(-1, hidden.shape[-1]), head_VD.T, torch.float32)
+        return flat.view(*hidden.shape[:-1], -1)
+    return F.linear(hidden, head_VD).float()
+
+
+def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
+    """s·tanh(logits/s), or the logits where there is no cap."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _read_safetensors(path: str, revision: str | None) -> tuple[Tensor, Tensor | None]:

@@ -132,10 +132,18 @@ class Distribution:
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Token whose interval of the cumulative weights [..., V] holds u·total; zero weights are never drawn."""
     cumulative = weights.cumsum(-1)
+    if cumulative.device.type != "cpu":
+        cumulative = rising(cumulative, weights)
     total = cumulative[..., -1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))
     point = torch.minimum(uniforms.unsqueeze(-1).to(total.dtype) * total, below_total)
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1)
+
+
+def rising(cumulative: Tensor, weights: Tensor) -> Tensor:
+    """Cumulative weights that rise only where a weight is: sums on accelerators are trees, whose prefixes may differ
+    by a rounding where nothing was added, and an interval of a token without weight would be drawn."""
+    return torch.where(weights > 0, cumulative, 0.0).cummax(-1).values
 
 
 def filtered_logits(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from deepspec.models.masks import Blocks
 
-_CHUNK_SCORES = 1 << 20  # scores held at a time: large enough for the matrix product, small enough for the CPU cache
+# Scores held at a time: large enough for the matrix product, small enough for the CPU's cache. An accelerator wants
+# few large kernels and no bounds read back: 256 MB in float32.
+_CHUNK_SCORES = 1 << 20
+_DEVICE_CHUNK_SCORES = 1 << 26
 
 
 class _Chunk(NamedTuple):
@@ -58,15 +61,16 @@ def split_attention(
 
 
 def _chunks(rows: int, per_block: int, context: int, first_BNG: Tensor, end_BN: Tensor) -> Iterator[_Chunk]:
-    """Cut the work so that a chunk holds about _CHUNK_SCORES scores; ``per_block`` = K·r·G scores per context key."""
+    """Cut the work into chunks of about so many scores; ``per_block`` = K·r·G scores per context key."""
     count = end_BN.shape[1]
-    whole = _CHUNK_SCORES // max(1, count * per_block * context)
+    scores = _CHUNK_SCORES if end_BN.device.type == "cpu" else _DEVICE_CHUNK_SCORES
+    whole = scores // max(1, count * per_block * context)
     if whole:  # small rows go together, untrimmed: no value is read back from the device
         for b in range(0, rows, whole):
             yield _Chunk(b, min(rows, b + whole), 0, count, 0, context, 0, 0)
         return
     first_BN, last_first_BN = first_BNG.amin(-1), first_BNG.amax(-1)
-    size = max(1, _CHUNK_SCORES // (per_block * max(context, 1)))
+    size = max(1, scores // (per_block * max(context, 1)))
     for b in range(rows):
         for n0 in range(0, count, size):
             n1 = min(count, n0 + size)

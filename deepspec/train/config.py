@@ -63,7 +63,7 @@ class RunConfig:
     steps              length of the run; None: ``epochs`` passes over the training samples
     stop_after         leave after this many steps of the schedule, as if interrupted; a later run continues
     resume             continue from ``last`` when there is one; false refuses to touch an existing run
-    init_from          a drafter folder of any layout in docs/serving.md, whose weights the run starts from
+    init_from          a drafter or run folder of any layout in docs/serving.md, whose weights the run starts from
     warm_start         start the draft layers from the target's own layers after the deepest tap
     keep               how many step-N checkpoints are kept
     early_stop         end after this many evaluations in a row without a better expected τ; 0: never

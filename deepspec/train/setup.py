@@ -18,6 +18,7 @@ from deepspec.models import drafter as drafters
 from deepspec.models import families
 from deepspec.models.draft_vocabulary import most_frequent
 from deepspec.models.drafter_base import TrainedDrafter
+from deepspec.models.export import checkpoint as folders
 from deepspec.models.frozen_head import FrozenHead
 from deepspec.models.target import Target, TargetError, gguf_file, load_tokenizer, resolve
 from deepspec.models.warm_start import warm_start
@@ -130,6 +131,8 @@ def identity(cfg: TrainConfig, taps: tuple[int, ...], loader: Loader) -> dict[st
         "target.name": cfg.target.name,
         "taps": list(taps),
         "training samples": len(loader.training_rows),
+        "digest of the samples": loader.digest(),
+        "train.init_from": cfg.train.init_from,
     }
 
 
@@ -201,7 +204,8 @@ def _drafter(cfg: TrainConfig, head: FrozenHead, taps: tuple[int, ...], loader: 
         if cfg.train.warm_start:
             warm_start(drafter, resolve(cfg.target), cfg.target.revision)
         return drafter
-    drafter = drafters.load(cfg.train.init_from, head, taps=taps, dtype=torch.float32).train()
+    start = folders.find(cfg.train.init_from) or cfg.train.init_from
+    drafter = drafters.load(start, head, taps=taps, dtype=torch.float32).train()
     if drafter.taps != tuple(taps):
         raise TrainConfigError(
             f"train.init_from={cfg.train.init_from} reads taps {list(drafter.taps)}, the data holds {list(taps)}: "

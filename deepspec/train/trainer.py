@@ -74,7 +74,11 @@ class Trainer:
         complete = stop == self.total
         with self._signals(), closing(self.loader.batches(self.progress.step, stop)) as steps:
             for batches in steps:
+                before = self.progress.step
                 self.step(batches)
+                if self.progress.step == before and self.signal is not None:
+                    self.save()
+                    raise Interrupted(self.signal)
                 self._due()
                 if self.cfg.train.early_stop and self.progress.stale >= self.cfg.train.early_stop:
                     say(f"no better expected τ in {self.progress.stale} evaluations: stopping early")
@@ -97,11 +101,17 @@ class Trainer:
         )
 
     def step(self, batches: list[DraftBatch]) -> None:
-        """One global step: Σw of the whole global batch first, then every micro batch, then the update."""
+        """One global step: Σw of the whole global batch first, then every micro batch, then the update.
+
+        A signal gives it up between two micro batches, before anything has changed, where there is one process: that
+        need not agree with others, and its steps are the long ones, longer than a launcher waits before it kills.
+        """
         step, lr = self.progress.step, self.learning_rate(self.progress.step)
         total = self.denominator(batches)
         losses, measured = [], []
         for index, batch in enumerate(batches):
+            if index and self.signal is not None and distributed.world_size() == 1:
+                return
             moved = batch.to(self.engine.device, self.engine.dtype, non_blocking=True)
             loss, values = self.engine.forward(moved, total, last=index == len(batches) - 1)
             self.engine.backward(loss)
@@ -309,12 +319,12 @@ class Trainer:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT end the run after the current step; a second one ends it at once."""
+        """SIGTERM and SIGINT end the run after the current step, or in it (``step``); a second one ends it at once."""
 
         def note(number: int, frame: Any) -> None:
             self.signal = number
             signal.signal(number, previous[number])
-            say(f"{signal.Signals(number).name}: saving after this step (again to leave at once)")
+            say(f"{signal.Signals(number).name}: saving (again to leave at once)")
 
         numbers = (int(signal.SIGTERM), int(signal.SIGINT))
         previous: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}

@@ -5,10 +5,18 @@ from collections import deque
 import pytest
 import torch
 
-from deepspec.data import setup
+from deepspec.data import engines, setup
 from deepspec.data.chat import render_prompt
-from deepspec.data.engines import Request, TransformersEngine, assistant_message, draw_index, sampling_from
+from deepspec.data.engines import (
+    EngineError,
+    Request,
+    TransformersEngine,
+    assistant_message,
+    draw_index,
+    sampling_from,
+)
 from deepspec.data.regenerate import RegenerateConfig
+from deepspec.models import decode
 from deepspec.models.sampling import Sampling
 from deepspec.models.target import TargetConfig
 from tests.data.little_chat import chat_target
@@ -48,6 +56,31 @@ def test_answers_are_the_models_own_greedy_tokens(target):
         assert answer.finish_reason == ("stop" if tokens[-1] in target.stop_ids else "length")
         text = answer.tokens[:-1] if answer.finish_reason == "stop" else answer.tokens
         assert answer.message["content"] == target.tokenizer.decode(text)
+
+
+def test_out_of_memory_halves_the_batch_and_loses_no_answer(target, monkeypatch, capsys):
+    def generate(target, prompts, *, batch_size, **options):
+        found = decode.generate(target, prompts, batch_size=batch_size, **options)
+        for _ in range(2):  # two answers come before the memory is full
+            yield next(found)
+        if batch_size > fits:
+            raise torch.OutOfMemoryError
+        yield from found
+
+    monkeypatch.setattr(engines, "generate", generate)
+    fits = 2
+    limited = engine(target, 8)
+    found = answers(limited, requests(9))
+    assert limited.batch_size == 2
+    assert "regenerate.batch_size=4" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert {key: answer.tokens for key, answer in found.items()} == {
+        key: answer.tokens for key, answer in answers(engine(target, 1), requests(9)).items()
+    }
+    monkeypatch.setattr(engines, "generate", generate)
+    fits = 0
+    with pytest.raises(EngineError, match="one prompt at a time"):
+        answers(engine(target, 2), requests(9))
 
 
 def test_sampled_answers_depend_on_seed_id_and_turn_only(target):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from deepspec.models.sampling import Distribution, Sampling, SamplingError, inverse_cdf
+from deepspec.models.sampling import Distribution, Sampling, SamplingError, inverse_cdf, rising
 
 
 def logits_of(*shape, seed=0):
@@ -65,6 +65,14 @@ def test_extreme_uniforms_never_draw_a_zero_weight():
     wide[0, ::2] = 1.0
     drawn = inverse_cdf(wide.expand(512, -1), torch.linspace(0, almost_one, 512))
     assert bool((drawn % 2 == 0).all())
+
+
+def test_sums_that_wobble_where_nothing_is_added_draw_no_zero_weight():
+    """What a tree-shaped sum on an accelerator may return."""
+    weights = torch.tensor([[0.0, 0.25, 0.0, 0.0, 0.75, 0.0]], dtype=torch.float64)
+    wobble = torch.tensor([[0.0, 0.0, 1e-7, -1e-7, 0.0, 1e-7]], dtype=torch.float64)
+    steps = rising(weights.cumsum(-1) + wobble, weights)
+    assert steps.tolist() == [[0.0, 0.25, 0.25, 0.25, 1.0, 1.0]]
 
 
 def test_sampling_frequencies_follow_the_distribution():

@@ -8,7 +8,7 @@ import torch
 
 from deepspec.models import drafter as drafters
 from deepspec.models.frozen_head import FrozenHead
-from deepspec.train import checkpoint, tracking
+from deepspec.train import checkpoint, setup, tracking
 from deepspec.train.config import TrainConfigError
 from deepspec.train.trainer import Interrupted, NonFiniteError
 from tests.train import tiny_run
@@ -112,20 +112,43 @@ def test_a_signal_saves_after_the_step_and_the_run_goes_on(folder, whole, capsys
     step = trainer.step
 
     def interrupted(batches):
-        if trainer.progress.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
         step(batches)
+        if trainer.progress.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     trainer.step = interrupted  # type: ignore[method-assign]
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Interrupted, match="SIGTERM"):
         trainer.fit()
     assert signal.getsignal(signal.SIGTERM) is handler
-    assert "saving after this step" in capsys.readouterr().out
+    assert "SIGTERM: saving" in capsys.readouterr().out
     again = tiny_run.trainer(cfg)
     assert again.progress.step == 4
     again.fit()
     assert curve(cfg) == pytest.approx(curve(whole), rel=1e-5)
+
+
+def test_a_signal_between_micro_batches_gives_the_step_up(folder, whole):
+    """With much accumulation a step outlasts the launcher's patience; the step is taken again, whole."""
+    cfg = tiny_run.config(folder, name="accumulated", data__micro_tokens=32)
+    trainer = tiny_run.trainer(cfg)
+    forward, seen = trainer.engine.forward, []
+
+    def interrupted(batch, total, last):
+        seen.append(trainer.progress.step)
+        if seen.count(3) == 1 and seen[-1] == 3:
+            assert not last
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward(batch, total, last=last)
+
+    trainer.engine.forward = interrupted  # type: ignore[method-assign]
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        trainer.fit()
+    assert seen.count(3) == 1, "no further micro batch"
+    again = tiny_run.trainer(cfg)
+    assert again.progress.step == 3
+    again.fit()
+    assert curve(cfg) == pytest.approx(curve(whole), rel=1e-4)
 
 
 def test_a_finished_run_is_left_alone(folder, whole, capsys):
@@ -294,6 +317,8 @@ def test_a_run_can_start_from_a_drafter(folder, whole):
     cfg = tiny_run.config(folder, name="tuned", train__steps=2, train__lr=1e-6, train__init_from=f"{whole.folder}/last")
     tiny_run.trainer(cfg).fit()
     assert curve(cfg)[1] < curve(whole)[1] - 0.05
+    run = tiny_run.config(folder, name="tuned-run", train__steps=1, train__init_from=whole.folder)
+    assert tiny_run.trainer(run).run.drafter.training  # a run folder stands for its best checkpoint
     wrong = tiny_run.config(folder, name="w", train__init_from=f"{whole.folder}/last", drafter__block_size=5)
     with pytest.raises(TrainConfigError, match=r"drafter.block_size=5 \(there 7\)"):
         tiny_run.trainer(wrong)
@@ -305,6 +330,17 @@ def test_options_that_change_the_data_or_the_drafter_do_not_continue_a_run(folde
         tiny_run.trainer(changed)
     with pytest.raises(checkpoint.ResumeError, match=r"train\.resume=false"):
         tiny_run.trainer(tiny_run.config(folder, name="whole", train__resume="false"))
+    with pytest.raises(checkpoint.ResumeError, match=r"train\.init_from was None, is .*name=… for a new run"):
+        tiny_run.trainer(tiny_run.config(folder, name="whole", train__init_from=f"{whole.folder}/last"))
+
+
+def test_other_samples_in_the_same_number_do_not_continue_a_run(folder, whole):
+    trainer = tiny_run.trainer(whole)
+    lengths = trainer.loader.source.lengths()
+    trainer.loader.source.lengths = lambda: [lengths[0] + 1, *lengths[1:]]  # type: ignore[method-assign]
+    identity = setup.identity(whole, trainer.run.taps, trainer.loader)
+    with pytest.raises(checkpoint.ResumeError, match="digest of the samples was"):
+        checkpoint.check_identity(checkpoint.read(whole.folder), identity, whole.folder)
 
 
 def test_the_gate_decodes_the_saved_drafter(folder):
@@ -313,7 +349,7 @@ def test_the_gate_decodes_the_saved_drafter(folder):
     )
     tiny_run.trainer(cfg).fit()
     (record,) = [record for record in tracking.read(cfg.folder) if record["kind"] == "decode"]
-    assert 1 <= record["tau"] <= 8
+    assert record["agrees"]
     assert record["expected_tau"] == curve(cfg, "eval", "tau")[2]
 
 
