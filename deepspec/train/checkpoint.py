@@ -9,6 +9,7 @@ Written beside, synced, then renamed; nothing is pickled. Knows no DeepSpeed: te
 import dataclasses
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from deepspec import distributed
 from deepspec.files import atomic_write, read_json, write_json
 
 FORMAT_VERSION = 1
@@ -67,12 +69,14 @@ class TrainingState:
 
 
 def read(run: str | Path) -> TrainingState | None:
-    """The training state of ``<run>/last``, or None for a new run.
+    """The training state of ``<run>/last``, or None for a new run; every rank calls it.
 
     Heals a rename that was cut in half. Raises ResumeError for a damaged or newer one.
     """
     last = Path(run) / LAST
-    recover(last)
+    if distributed.is_main():
+        recover(last)
+    distributed.barrier()
     folder = last / TRAINING
     if not (folder / PROGRESS).is_file():
         return None
@@ -141,6 +145,8 @@ def replace(final: Path, fill: Callable[[Path], None]) -> None:
     fill(temporary)
     recover(final)
     shutil.rmtree(previous, ignore_errors=True)
+    if previous.exists():  # a network file system keeps the name of a file that someone still reads
+        previous.rename(previous.with_name(f"{previous.name}-{time.time_ns()}"))
     if final.exists():
         final.rename(previous)
     temporary.rename(final)

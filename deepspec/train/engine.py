@@ -21,6 +21,7 @@ from deepspec import distributed
 from deepspec.train.config import EngineConfig, OptimConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # srun and mpirun; they set no RANK
 HEAD_MODULES = ("markov", "confidence")
 
 
@@ -55,7 +56,16 @@ class SkippableAdamW(torch.optim.AdamW):
 
 
 def start(cfg: EngineConfig, device: torch.device) -> None:
-    """Join the process group through DeepSpeed: gloo on a CPU, the accelerator's backend otherwise."""
+    """Join the process group through DeepSpeed: gloo on a CPU, the accelerator's backend otherwise.
+
+    Raises EngineError for processes of a launcher that does not say which rank each one is.
+    """
+    tasks = [name for name in LAUNCHERS if int(os.environ.get(name, "1")) > 1]
+    if tasks and "RANK" not in os.environ:
+        raise EngineError(
+            f"{tasks[0]} says that there are {os.environ[tasks[0]]} processes, each of which would train alone in one "
+            "folder: let the launcher start one `torchrun --nproc-per-node gpu deepspec/train/main.py …` on every node"
+        )
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     for key, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():

@@ -5,6 +5,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__" and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     # A script's own folder comes first on the path: a file here must never shadow a library.
@@ -65,7 +66,7 @@ def _run(arguments: list[str]) -> int:
         if cfg.train.dry_run:
             trainer.dry_run()
         else:
-            progress = trainer.fit()
+            progress = _fit(trainer)
             if progress.finished:
                 evaluate = ["python", "-m", "deepspec.eval", "--suite", "math", "--drafter", cfg.folder]
                 say(f"next: {shlex.join(evaluate)}")  # the drafter records its target
@@ -83,6 +84,16 @@ def _run(arguments: list[str]) -> int:
     # not after an error: the other ranks may still be waiting in a collective
     atexit.register(engine.stop)
     return 0
+
+
+def _fit(trainer: Any) -> Any:
+    """Data errors may be one rank's own: say them there, before the others are ended."""
+    try:
+        return trainer.fit()
+    except (ValueError, OSError) as error:
+        if distributed.local_rank() != 0:
+            print(f"error on rank {distributed.rank()}: {error}", file=sys.stderr, flush=True)
+        raise
 
 
 def _command(arguments: list[str]) -> str:

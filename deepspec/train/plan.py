@@ -23,6 +23,7 @@ class Plan:
     steps: int
     tokens_per_step: float
     memory: int
+    host: int
     flops_per_step: float
 
     def hours(self, device_flops: float, ranks: int) -> float:
@@ -56,6 +57,7 @@ def make(run: Prepared, ranks: int) -> Plan:
         steps=run.total_steps,
         tokens_per_step=tokens,
         memory=_memory(run, parameters, ranks),
+        host=int(_step_bytes(run, tokens) * (cfg.data.prefetch + 1)) // ranks,
         flops_per_step=work,
     )
 
@@ -77,6 +79,12 @@ def _memory(run: Prepared, parameters: int, ranks: int) -> int:
     target = 0 if run.target is None else sum(p.numel() * p.element_size() for p in run.target.model.parameters())
     chunk = CPU_CHUNK_BYTES if run.device.type == "cpu" else DEVICE_CHUNK_BYTES
     return model + head + states + _activations(run) + target + chunk
+
+
+def _step_bytes(run: Prepared, tokens: float) -> float:
+    """Bytes of the states that a global step reads, in bfloat16: so many wait in (pinned) host memory."""
+    source = run.loader.source
+    return 2 * tokens * (source.features + run.supervised * source.hidden)
 
 
 def _activations(run: Prepared) -> int:
@@ -111,6 +119,7 @@ def table(run: Prepared, plan: Plan, ranks: int) -> str:
         f"{len(loader.training_rows)} training and {len(loader.heldout_rows)} held-out samples",
         f"  on         {ranks} × {where}, {str(run.dtype).removeprefix('torch.')}; estimated "
         f"{human_bytes(plan.memory)} a rank, {plan.flops_per_step / 1e12:.2f} TFLOP a step{_hours(plan, where, ranks)}",
+        f"  reads      {cfg.data.prefetch} steps ahead (data.prefetch): {human_bytes(plan.host)} of host memory a rank",
     ]
     return "\n".join(lines)
 

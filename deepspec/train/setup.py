@@ -108,6 +108,11 @@ def prepare(cfg: TrainConfig, device: torch.device, dtype: torch.dtype) -> Prepa
         rank=distributed.rank(),
         world_size=distributed.world_size(),
     )
+    if not loader.heldout_rows and (cfg.train.early_stop or cfg.train.decode_every):
+        raise TrainConfigError(
+            f"no sample of {cfg.data.path} is held out (data.heldout={cfg.data.heldout:g}), and train.early_stop and "
+            "train.decode_every judge by held-out samples: raise data.heldout, or leave them off"
+        )
     total = cfg.train.steps or cfg.train.epochs * loader.steps_per_epoch
     if state is not None and not cfg.train.dry_run:
         checkpoint.check_identity(state, identity(cfg, taps, loader), cfg.folder)
@@ -171,7 +176,11 @@ def _open(
         return head, open_online(cfg.data, target, cfg.target.thinking), target.taps, target.fingerprint
     head = FrozenHead.load(resolve(cfg.target), dtype, device, cfg.target.revision)
     config = _text_config(cfg, target)
-    cached = open_cache(cfg.data, cfg.target, head=head, text_config=config, tokenizer=_tokenizer(cfg))
+    # without the whole target its body is not compared: a fine-tune that leaves the head alone passes
+    whole = None if target is None else target.fingerprint
+    cached = open_cache(
+        cfg.data, cfg.target, head=head, text_config=config, tokenizer=_tokenizer(cfg), fingerprint=whole
+    )
     manifest = cached.reader.manifest
     return head, cached, manifest.taps, manifest.target["fingerprint"]
 

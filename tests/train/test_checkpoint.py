@@ -85,3 +85,13 @@ def test_retention_keeps_the_newest(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-100", "step-20", "step-notes"]
     checkpoint.retain(tmp_path, 0)
     assert [p.name for p in tmp_path.iterdir()] == ["step-notes"]
+
+
+def test_a_previous_folder_that_cannot_be_deleted_is_moved_aside(tmp_path, monkeypatch):
+    """A network file system keeps it while someone reads a file in it."""
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
+    for step in range(3):
+        checkpoint.replace(tmp_path / "last", lambda folder, step=step: (folder / "x").write_text(str(step)))
+        (tmp_path / ".last.tmp").mkdir(exist_ok=True)
+        (tmp_path / ".last.tmp").rmdir()
+    assert (tmp_path / "last" / "x").read_text() == "2"

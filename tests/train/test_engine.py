@@ -160,3 +160,10 @@ def test_precision_follows_the_device(able, dtype, monkeypatch):
     assert engines.compute_dtype(EngineConfig(), torch.device("cuda", 0)) == torch.bfloat16
     assert engines.compute_dtype(EngineConfig(precision="bf16"), CPU) == torch.bfloat16
     assert engines.compute_dtype(EngineConfig(precision="fp32"), torch.device("cuda", 0)) == torch.float32
+
+
+def test_processes_that_do_not_know_their_rank_are_refused(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    with pytest.raises(engines.EngineError, match=r"SLURM_STEP_NUM_TASKS says that there are 8 processes.*torchrun"):
+        engines.start(EngineConfig(), torch.device("cpu"))

@@ -50,12 +50,14 @@ def test_sharding_offloading_and_recomputing_need_less_memory(run, monkeypatch):
 def test_the_table_names_the_recipe_and_stays_readable(run):
     text = plan.table(run, plan.make(run, 2), 2)
     assert max(len(line) for line in text.splitlines()[1:-1]) <= 118
+    ahead = 3 * 2 * 264 // 2  # two steps ahead and one in use, bfloat16, tokens of a step on two ranks
+    assert plan.make(run, 2).host == pytest.approx(ahead * 32 * (3 + run.supervised), rel=0.02)
     for part in ("markov_rank=8", "global_batch=4", "zero=1", "2 × cpu, float32", "10 (6 an epoch)", "taps [0, 1, 2]"):
         assert part in text
 
 
 def test_hours_follow_from_peak_and_ranks():
-    made = plan.Plan(1, 1, steps=1000, tokens_per_step=1.0, memory=1, flops_per_step=1e15)
+    made = plan.Plan(1, 1, steps=1000, tokens_per_step=1.0, memory=1, host=1, flops_per_step=1e15)
     assert made.hours(1e15, 1) == pytest.approx(1000 / plan.STEP_SHARE / 3600)
     assert made.hours(1e15, 8) == pytest.approx(made.hours(1e15, 1) / 8)
     assert plan._peak("NVIDIA H100 80GB HBM3") == plan._peak("NVIDIA H200") == 989e12

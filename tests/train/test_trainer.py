@@ -1,14 +1,18 @@
 """The loop on a tiny target: it learns, resumes exactly, skips what is not finite, stops when asked."""
 
 import os
+import shutil
 import signal
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from deepspec.data.cache import CacheMismatchError
 from deepspec.models import drafter as drafters
 from deepspec.models.frozen_head import FrozenHead
 from deepspec.train import checkpoint, setup, tracking
+from deepspec.train import trainer as trainers
 from deepspec.train.config import TrainConfigError
 from deepspec.train.trainer import Interrupted, NonFiniteError
 from tests.train import tiny_run
@@ -361,3 +365,54 @@ def test_a_reduced_vocabulary_is_chosen_from_the_training_answers(folder):
     assert len(ids) == 40
     trainer.fit()
     assert all(loss == loss for loss in curve(cfg).values())
+
+
+def test_a_gate_that_cannot_decode_does_not_end_the_run(folder, capsys):
+    cfg = tiny_run.config(folder, name="gate-long", train__steps=2, train__decode_every=1, train__decode_tokens=4096)
+    tiny_run.trainer(cfg).fit()
+    assert "not decoded: no held-out prompt leaves room for train.decode_tokens=4096" in capsys.readouterr().out
+    assert checkpoint.read(cfg.folder).progress.finished
+
+
+@pytest.mark.parametrize("option", ["decode_every", "early_stop"])
+def test_what_judges_by_held_out_samples_needs_some(folder, option):
+    cfg = tiny_run.config(folder, name="none", data__heldout=0, train__eval_every=1, **{f"train__{option}": 1})
+    with pytest.raises(TrainConfigError, match=r"no sample of .* is held out"):
+        tiny_run.trainer(cfg)
+
+
+def test_ranks_that_see_another_run_or_other_data_are_told(folder, monkeypatch):
+    def two_ranks(mine):
+        return [*mine, "step 40, samples abc"]
+
+    monkeypatch.setattr(trainers, "_gather", two_ranks)
+    with pytest.raises(checkpoint.ResumeError, match=r"rank 0: step 0, .*rank 1: step 40, samples abc"):
+        tiny_run.trainer(tiny_run.config(folder, name="apart"))
+
+
+def test_a_resumed_run_does_not_hold_its_checkpoint_open(folder):
+    """Network file systems keep the names of open files, and the folder could not be replaced."""
+    cfg = tiny_run.config(folder, name="held", train__steps=4, train__stop_after=2)
+    tiny_run.trainer(cfg).fit()
+    trainer = tiny_run.trainer(tiny_run.config(folder, name="held", train__steps=4))
+    links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
+    assert not [link for link in links if cfg.folder in link]
+    maps = tiny_run.Path("/proc/self/maps").read_text()
+    assert cfg.folder not in maps
+    trainer.fit()
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{fd}")
+
+
+def test_a_cache_of_another_body_is_refused_where_the_target_is_loaded(folder, tmp_path):
+    """A merged fine-tune often leaves the head alone, and then only the whole fingerprint differs."""
+    shutil.copytree(folder / "target", tmp_path / "tuned")
+    file = tmp_path / "tuned" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 1.5
+    save_file(tensors, file, metadata={"format": "pt"})
+    cfg = tiny_run.config(folder, name="tuned-body", target__path=tmp_path / "tuned", train__decode_every=2)
+    with pytest.raises(CacheMismatchError):
+        tiny_run.trainer(cfg)
