@@ -15,10 +15,14 @@ PYTHON  ?= python3
 VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
-DATAARG := target=$(MODEL) data=$(DATA) $(if $(OUT),out=$(OUT)) $(if $(LIMIT),prompts.limit=$(LIMIT)) $(ARGS)
+# test sets whose questions are kept out of the training prompts: `make suites` writes them
+SUITES  ?= $(wildcard suites)
+DATAARG := target=$(MODEL) data=$(DATA) $(if $(OUT),out=$(OUT)) $(if $(LIMIT),prompts.limit=$(LIMIT)) $(if $(SUITES),'prompts.decontaminate=[$(SUITES)]') $(ARGS)
+# a data step on every accelerator, without a launcher where there is one process
+ONALL    = n=$(GPUS); if [ "$$n" = 1 ]; then run=$(BIN)/python; else run="$(BIN)/torchrun --standalone --nproc-per-node $$n"; fi; $$run -m deepspec.data
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint cache train eval report clean
+.PHONY: help setup demo test test-all lint suites cache train eval report clean
 
 help:           ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -44,11 +48,14 @@ test-all: test    ## every test, the slow end-to-end ones too
 lint: $(STAMP)    ## ruff and mypy
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-cache: $(STAMP)   ## prompts, responses and target cache (MODEL, DATA, CODEC, LIMIT, OUT)
-	$(BIN)/python -m deepspec.data estimate $(DATAARG) cache=$(CODEC)
+cache: $(STAMP)   ## prompts, responses and target cache (MODEL, DATA, CODEC, LIMIT, OUT, GPUS)
 	$(BIN)/python -m deepspec.data prompts $(DATAARG)
-	$(BIN)/python -m deepspec.data regenerate $(DATAARG)
-	$(BIN)/python -m deepspec.data cache $(DATAARG) cache=$(CODEC)
+	$(BIN)/python -m deepspec.data estimate $(DATAARG) cache=$(CODEC)
+	$(ONALL) regenerate $(DATAARG)
+	$(ONALL) cache $(DATAARG) cache=$(CODEC)
+
+suites: $(STAMP)  ## the evaluation's prompts in suites/, for make cache to keep out and for --data-dir
+	$(BIN)/python -m deepspec.eval.suites suites
 
 train: $(STAMP)   ## train a drafter (MODEL, RECIPE, GPUS)
 	$(BIN)/torchrun --standalone --nproc-per-node $(GPUS) deepspec/train/main.py +recipe=$(RECIPE) target=$(MODEL) $(if $(OUT),out=$(OUT)) $(ARGS)

@@ -22,6 +22,11 @@ def prompts(overrides: list[str]) -> str:
 
     config = _load(overrides)
     print(describe(build(config.prompts, config.prompts_dir), config.prompts_dir))
+    if not config.prompts.decontaminate and any(source.path != "demo" for source in config.prompts.sources.values()):
+        print(
+            "note: no test sets were kept out of the training prompts. `python -m deepspec.eval.suites FOLDER` writes "
+            "those of the evaluation, prompts.decontaminate=[FOLDER] drops their questions"
+        )
     return _command("regenerate", overrides)
 
 

@@ -2,13 +2,16 @@
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from deepspec.data.sources import SUFFIXES, RowError, SourceError, conversation, infer, local_files, read_file
+
+Frame = tuple[tuple[str, ...], tuple[str, ...]]
+FRAME_TEXTS = 8  # prompts from which on it is no chance that all of them begin or end alike
 
 
 def words(text: str) -> list[str]:
@@ -25,12 +28,39 @@ def _runs(found: list[str], length: int) -> Iterable[str]:
     return (" ".join(found[start : start + length]) for start in range(len(found) - length + 1))
 
 
+def frame_of(texts: Sequence[Sequence[str]]) -> Frame:
+    """Words that all texts begin and end with: what a benchmark asks around its questions ("reason step by step …")."""
+    if len(texts) < FRAME_TEXTS:
+        return (), ()
+    first = min(texts, key=len)
+    start = 0
+    while start < len(first) and all(text[start] == first[start] for text in texts):
+        start += 1
+    end = 0
+    while end < len(first) - start and all(text[-1 - end] == first[-1 - end] for text in texts):
+        end += 1
+    return tuple(first[:start]), tuple(first[len(first) - end :])
+
+
+def without(frame: Frame, found: list[str]) -> list[str]:
+    """Words without a frame that they stand in; unchanged where they do not, or are nothing else."""
+    before, after = frame
+    inside = found[len(before) : len(found) - len(after)]
+    framed = tuple(found[: len(before)]) == before and tuple(found[len(found) - len(after) :]) == after
+    return inside if framed and inside else found
+
+
 class Evaluation:
-    """The prompts of evaluation sets, indexed by runs of ``ngram`` words (shorter prompts as a whole)."""
+    """The prompts of evaluation sets, indexed by runs of ``ngram`` words (shorter prompts as a whole).
+
+    What all prompts of a file have around them is left out, there and where it is looked up: a short question would
+    be hidden in it, and a run that holds it would match questions that have nothing in common.
+    """
 
     def __init__(self, paths: Iterable[str], ngram: int) -> None:
         self.ngram = ngram
         self.prompts = 0
+        self._frames: list[Frame] = []
         self._runs: dict[str, str] = {}
         self._whole: dict[str, str] = {}
         for path in paths:
@@ -41,7 +71,7 @@ class Evaluation:
                 self._add_file(file)
 
     def _add_file(self, file: Path) -> None:
-        columns = None
+        columns, texts = None, []
         for row in read_file(file):
             columns = columns or infer(row, {}, file.stem)
             try:
@@ -50,12 +80,17 @@ class Evaluation:
                 raise SourceError(f"prompts.decontaminate: a row of {file} is not a prompt ({error})") from error
             for turn in turns:
                 if turn["role"] == "user":
-                    self.add(turn["content"], file.name)
+                    texts.append(turn["content"])
+        frame = frame_of([words(text) for text in texts])
+        if any(frame) and frame not in self._frames:
+            self._frames.append(frame)
+        for text in texts:
+            self.add(text, file.name, frame)
 
-    def add(self, text: str, origin: str) -> None:
+    def add(self, text: str, origin: str, frame: Frame = ((), ())) -> None:
         """Index one evaluation prompt."""
         self.prompts += 1
-        found = words(text)
+        found = without(frame, words(text))
         if len(found) < self.ngram:
             self._whole.setdefault(" ".join(found), f"{origin}: {text[:200]}")
         for run in _runs(found, self.ngram):
@@ -64,8 +99,9 @@ class Evaluation:
     def match(self, text: str) -> str | None:
         """The evaluation prompt that ``text`` shares a run of words with, or None."""
         found = words(text)
-        if len(found) < self.ngram:
-            return self._whole.get(" ".join(found))
+        for inside in (found, *(without(frame, found) for frame in self._frames)):
+            if len(inside) < self.ngram and (whole := self._whole.get(" ".join(inside))) is not None:
+                return whole
         return next((self._runs[run] for run in _runs(found, self.ngram) if run in self._runs), None)
 
 

@@ -40,7 +40,8 @@ class PromptsConfig:
     ``heldout`` prompts are set aside by the seed; ``turns`` is ``all`` (whole conversations, answered turn by turn) or
     ``first`` (only the first user turn). ``near_duplicates`` is the estimated Jaccard similarity of word 5-grams from
     which a prompt counts as a copy (0 switches it off). ``decontaminate`` lists files or folders of evaluation prompts;
-    a prompt sharing an ``ngram``-word run with one is dropped. ``max_chars`` bounds one conversation's text.
+    a conversation with a question that shares an ``ngram``-word run with one, or is a shorter one as a whole, is
+    dropped. ``max_chars`` bounds one conversation's text.
     """
 
     sources: dict[str, SourceConfig] = field(default_factory=dict)
@@ -150,8 +151,9 @@ class Filter:
             record["split"] = values["split"]
         questions = "\n".join(message["content"] for message in messages if message["role"] == "user")
         context = messages[0]["content"] + "\n" if messages[0]["role"] == "system" else ""
-        if self.evaluation and (found := self.evaluation.match(questions)) is not None:
-            raise RowError("contaminated", found)
+        for message in messages if self.evaluation else ():
+            if message["role"] == "user" and (found := self.evaluation.match(message["content"])) is not None:
+                raise RowError("contaminated", found)
         if (reason := self.copies.seen(context + questions)) is not None:
             raise RowError(reason)
         if record["id"] in self.ids:

@@ -1,16 +1,23 @@
 """What is asked: benchmark data sets as table rows, suites of them, JSONL files, and the paper's sample of each.
 
+``python -m deepspec.eval.suites FOLDER [NAME …]`` writes data sets (default: all nine) as FOLDER/NAME.jsonl: for
+``--data-dir`` on machines that do not reach the hub, and for ``prompts.decontaminate``.
+
 Knows how a source row becomes user turns. Does not know tokenizers, models or metrics.
 """
 
+import argparse
 import hashlib
 import json
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from deepspec.files import atomic_write
 
 Row = dict[str, Any]
 
@@ -308,3 +315,37 @@ def _loaded(name: str, domain: str, prompts: list[Prompt], source: str) -> Loade
         seen.add(prompt.id)
     digest = prompts_digest(prompt.turns for prompt in prompts)
     return Loaded(name, domain, prompts, len(prompts), source, None, digest, None)
+
+
+def write(folder: Path, names: Sequence[str]) -> Iterator[str]:
+    """Write data sets or suites whole, one file each; yields a line about each. Raises SuiteError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in dict.fromkeys(part for given in names for part in SUITES.get(given, (given,))):
+        if name not in DATA_SETS:
+            raise SuiteError(f"unknown suite or data set '{name}': one of {', '.join((*SUITES, *DATA_SETS))}")
+        loaded = _benchmark(DATA_SETS[name], None, any_rows=False)
+        with atomic_write(folder / f"{name}.jsonl") as temporary:
+            lines = (json.dumps({"turns": list(prompt.turns)}, ensure_ascii=False) for prompt in loaded.prompts)
+            temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        same = "" if loaded.published is not False else "; NOT the published prompts"
+        yield f"{folder / name}.jsonl: {loaded.rows} prompts of {loaded.source}{same}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line of ``write``; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m deepspec.eval.suites", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*", default=["all"], help="suites or data sets (default: all)")
+    options = parser.parse_args(argv)
+    try:
+        for line in write(options.folder, options.names):
+            print(line, flush=True)
+    except SuiteError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"next: python -m deepspec.data prompts … prompts.decontaminate=[{options.folder}]")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

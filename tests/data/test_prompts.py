@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from deepspec.data.decontaminate import Copies, Evaluation, words
+from deepspec.data.decontaminate import Copies, Evaluation, frame_of, words
 from deepspec.data.demo_prompts import generate
 from deepspec.data.prompts import PromptsConfig, build, describe, prompt_id, read_prompts
 from deepspec.data.sources import SourceConfig, SourceError
@@ -121,6 +121,36 @@ def test_evaluation_prompts_are_kept_out(tmp_path):
     assert summary["examples"]["contaminated"][0] == f"maths.jsonl: {long}"
     with pytest.raises(SourceError, match=r"no \.jsonl"):
         made(tmp_path / "none", sources=source, decontaminate=[str(tmp_path / "nowhere")])
+
+
+def test_what_a_benchmark_asks_around_its_questions_neither_hides_nor_matches(tmp_path):
+    ask = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+    asked = [f"Simplify the square root of {n}." for n in range(240, 250)] + ["How many marbles does Ann have?"]
+    write(tmp_path / "maths.jsonl", [{"turns": [question + ask]} for question in asked])
+    write(tmp_path / "few.jsonl", [{"turns": [f"Name {n} things {ask}"]} for n in range(7)])  # may be chance
+    suite = Evaluation([str(tmp_path / "maths.jsonl")], 13)
+    assert suite.match("Simplify the square root of 242") is not None, "not hidden by the words around it"
+    assert suite.match("simplify the square root of 242" + ask) is not None
+    assert suite.match("Simplify the square root of 2420." + ask) is None
+    assert suite.match("How many socks does Ann have?" + ask) is None, "nothing in common but what is asked of all"
+    assert suite.match("Please reason step by step, and put your final answer within \\boxed{}.") is None
+    assert Evaluation([str(tmp_path / "few.jsonl")], 13).match("What is 7? It is odd." + ask) is None
+    assert frame_of([["a", "b", "c"]] * 8) == (("a", "b", "c"), ())
+    assert frame_of([["a", "b"], *[["a", "x", "b"]] * 7]) == (("a",), ("b",))
+    assert frame_of([["a"]] * 7) == ((), ())
+
+
+def test_every_question_of_a_conversation_is_looked_up(tmp_path):
+    write(tmp_path / "suite.jsonl", [{"turns": ["What is 7 times 8?"]}])
+    rows = [
+        {"messages": [{"role": "user", "content": text} for text in ("Hello!", second)]}
+        for second in ("what is 7 times 8", "what is 7 times 9")
+    ]
+    for row in rows:
+        row["messages"].insert(1, {"role": "assistant", "content": "Hi."})
+    source = {"s": SourceConfig(path=write(tmp_path / "x.jsonl", rows))}
+    _, _, summary = made(tmp_path / "out", sources=source, heldout=0, decontaminate=[str(tmp_path / "suite.jsonl")])
+    assert summary["dropped"]["s"] == {"contaminated": 1}
 
 
 def test_contamination_agrees_with_a_naive_search():

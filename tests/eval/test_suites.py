@@ -185,3 +185,17 @@ def test_two_sources_of_one_name_are_refused(tmp_path):
     with pytest.raises(suites.SuiteError, match=rf"--suite aime25 {names[2]}: both are the data set 'aime25'"):
         suites.load(["aime25", names[2]], **more)
     assert len(suites.load(["aime25", "aime25"], **more)) == 1
+
+
+def test_data_sets_are_written_for_machines_without_the_hub(tmp_path, monkeypatch, capsys):
+    rows = [[f"Question {n} — ü?"] for n in range(30)]
+    prompts = [suites.Prompt(f"aime25/{n}", "aime25", "math", tuple(turns)) for n, turns in enumerate(rows)]
+    monkeypatch.setattr(suites, "_from_hub", lambda row, local: prompts)
+    assert suites.main([str(tmp_path), "aime25"]) == 0
+    said = capsys.readouterr().out
+    assert "30 prompts of MathArena/aime_2025; NOT the published prompts" in said
+    assert f"prompts.decontaminate=[{tmp_path}]" in said
+    (again,) = suites.load(["aime25"], data_dir=tmp_path)
+    assert [list(prompt.turns) for prompt in again.prompts] == rows
+    assert suites.main([str(tmp_path), "aime52"]) == 2
+    assert "unknown suite or data set 'aime52'" in capsys.readouterr().err
