@@ -3,8 +3,10 @@
     python scripts/bench/codecs.py --cache runs/smollm2-135m/cache target=smollm2-135m +size=demo train.steps=300
 
 The bf16 cache is re-encoded, so the caches differ in nothing but the codec. Every drafter is judged on the held-out
-samples of the bf16 cache: expected τ at temperature 1. Further arguments are those of the training command. The noise
-is the spread of bf16 over seeds; codecs are compared within a seed, whose start and order of samples they share.
+samples of the bf16 cache: expected τ at temperature 1. Further arguments are those of the training command. Codecs are
+compared within a seed, whose order of samples they share, and whose first ``--shared`` steps, on exact states: when a
+short run finds its feet is chance, worth several per cent of τ in any codec, and would hide what is looked for. The
+noise is the spread over seeds.
 """
 
 import argparse
@@ -36,6 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, required=True, help="a bf16 cache")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--shared", type=int, default=100, help="steps of a seed before its codecs part (0: none)")
     parser.add_argument("--recipe", default="dspark")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options, overrides = parser.parse_known_args()
@@ -48,8 +51,13 @@ def main() -> int:
         caches = {"bf16": options.cache}
         caches |= {name: Path(reencode(exact, name, folder / name).path) for name in CODECS if name != "bf16"}
         for seed in options.seeds:
+            given = overrides
+            if options.shared:
+                first = [*overrides, f"train.steps={options.shared}"]
+                start = train(options.recipe, first, folder / f"shared-{seed}", options.cache, seed)
+                given = [*overrides, f"train.init_from={start}", "train.warm_start=false"]
             for codec, path in caches.items():
-                drafter = train(options.recipe, overrides, folder / f"{codec}-{seed}", path, seed)
+                drafter = train(options.recipe, given, folder / f"{codec}-{seed}", path, seed)
                 taus[codec].append(judge(drafter, exact))
                 print(f"seed {seed}  {codec:<5} τ {taus[codec][-1]:.4f}", flush=True)
     results = {"taus": taus, "relative to bf16": {name: relative(taus, name) for name in taus if name != "bf16"}}
