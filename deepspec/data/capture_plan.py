@@ -29,7 +29,7 @@ class Conversation:
 
     id: str
     source: str
-    tokens: list[int]
+    tokens: Sequence[int]
     spans: list[tuple[int, int]]
 
     def __len__(self) -> int:
