@@ -338,7 +338,8 @@ def next_step(results: dict[str, Any], options: argparse.Namespace, output: Path
     if options.sweep_blocks is None and options.block is None:
         return "the same command with --sweep-blocks finds the block length that is fastest here"
     for item in shown:
-        if "reliability" in item["macro"]:
+        full = item["drafter"].get("block_size") in (None, item["block"])  # a scale is of all positions
+        if full and "reliability" in item["macro"]:
             return f"python -m deepspec.eval.calibrate --records {output} --run {item['id']}"
     folders = [item["drafter"]["folder"] for item in shown if item["drafter"]]
     if not folders:

@@ -8,6 +8,7 @@ reliability.svg, and stores the scale in the drafter's config.json, where decodi
 import argparse
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,30 @@ class CalibrateError(ValueError):
     """A calibration that cannot be done as asked; the message says what to do instead."""
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The drafter that rounds are of."""
+
+    folder: Path
+    block_size: int | None  # None where its config does not say
+
+
 def undo(rounds: Rounds, scale: ConfidenceScale) -> Rounds:
     """The raw confidences of rounds that were recorded with ``scale`` applied."""
     raw_NG = calibration.scale(rounds.confidence_NG, scale.inverse()).astype(np.float32)
     return Rounds(rounds.prompt_N, rounds.proposed_N, rounds.accepted_N, raw_NG)
 
 
-def recorded(options: argparse.Namespace) -> tuple[Rounds, Path | None]:
+def check_block(rounds: Rounds, origin: Origin) -> None:
+    """Raise CalibrateError for rounds of a shorter block: a scale of fewer positions makes the drafter unusable."""
+    if origin.block_size is not None and rounds.block_size != origin.block_size:
+        raise CalibrateError(
+            f"records of block {rounds.block_size}, the drafter's block is {origin.block_size} ({origin.folder}): "
+            "evaluate without --block and with answers longer than a block, or pass --no-store"
+        )
+
+
+def recorded(options: argparse.Namespace) -> tuple[Rounds, Origin | None]:
     """Rounds of an evaluation's output with raw confidences, and the drafter that made them where that is known."""
     rounds = read_rounds(options.records, options.run)
     described = _described(options.records, options.run)
@@ -51,7 +69,7 @@ def recorded(options: argparse.Namespace) -> tuple[Rounds, Path | None]:
                 "evaluate again, or leave --records out and let this command decode"
             )
         rounds = undo(rounds, scale)
-    return rounds, candidate.folder
+    return rounds, Origin(candidate.folder, candidate.block_size)
 
 
 def _described(records: Path, run: str | None) -> Mapping[str, Any]:
@@ -69,7 +87,7 @@ def _described(records: Path, run: str | None) -> Mapping[str, Any]:
     return drafters[0] if len(folders) == 1 else {}
 
 
-def collect(options: argparse.Namespace) -> tuple[Rounds, Path]:
+def collect(options: argparse.Namespace) -> tuple[Rounds, Origin]:
     """Decode held-out prompts with full blocks and raw confidences; resumable, like any evaluation."""
     from deepspec.eval import choose, suites
     from deepspec.eval.__main__ import demo_file, describe
@@ -94,8 +112,7 @@ def collect(options: argparse.Namespace) -> tuple[Rounds, Path]:
     target = Target.load(cfg, options.device)
     for warning in choose.check_fit(candidate, target, thinking, allow_mismatch=False):
         print(f"warning: {warning}", file=sys.stderr)
-    drafter: Any = checkpoints.load(candidate.folder, FrozenHead.of(target))
-    drafter.confidence_scale = None
+    drafter: Any = checkpoints.load(candidate.folder, FrozenHead.of(target), calibrated=False)
     if options.max_probability:
         drafter = MaxProbability(drafter)
     config = RunConfig(Sampling(options.temperature), options.max_new_tokens, thinking, options.seed)
@@ -106,7 +123,8 @@ def collect(options: argparse.Namespace) -> tuple[Rounds, Path]:
     variant = Variant(label, candidate.kind, drafter.block_size, options.batch_size, drafter=facts)
     options.output = options.output or Path("runs") / cfg.name / "eval" / label
     decoded = Session(target, config, options.output).decode(variant, drafter, plan.asks)
-    return rounds_of([record for records in decoded.values() for record in records]), candidate.folder
+    rounds = rounds_of([record for records in decoded.values() for record in records])
+    return rounds, Origin(candidate.folder, drafter.block_size)
 
 
 def _weights(folder: Path) -> str:
@@ -146,15 +164,18 @@ def store(folder: Path, report: Mapping[str, Any], *, max_probability: bool, sou
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Fit, print, write, store. Returns the report."""
+    origin: Origin | None
     if options.records is not None:
-        rounds, folder = recorded(options)
+        rounds, origin = recorded(options)
         source, output = str(options.records), options.output or _folder_of(options.records)
     else:
-        rounds, folder = collect(options)
+        rounds, origin = collect(options)
         output = options.output
         source = str(output)
     if not len(rounds):
         raise RoundsError("no rounds: every answer ended at once")
+    if origin is not None and not options.no_store:
+        check_block(rounds, origin)
     report = calibration_report.calibrate(
         rounds,
         method=None if options.method == "best" else options.method,
@@ -169,14 +190,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     content = {**about, **report, "provenance": provenance()}
     _write(output, content, report)
     better = report["comparison"][report["method"]]["mean_ece"] < report["comparison"]["raw"]["mean_ece"]
-    if folder is None:
+    if origin is None:
         print("the scale is in calibration.json only: pass --drafter FOLDER to store it in the drafter")
     elif options.no_store or not better:
         print("not stored" + ("" if better else ": this scale is no better than none on the test prompts"))
     else:
-        store(folder, report, max_probability=options.max_probability, source=source)
-        write_json(folder / "calibration.json", content)
-        print(f"{report['method']} scale stored in {folder}/config.json")
+        store(origin.folder, report, max_probability=options.max_probability, source=source)
+        write_json(origin.folder / "calibration.json", content)
+        print(f"{report['method']} scale stored in {origin.folder}/config.json")
     return report
 
 

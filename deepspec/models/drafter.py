@@ -250,13 +250,15 @@ def load(
     taps: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    calibrated: bool = True,
 ) -> BlockDrafter | Eagle3Drafter:
     """The drafter of a folder of any layout that ``export.imports`` reads, in evaluation mode.
 
     ``head`` is the target, or its embedding and head; with the target its fingerprint is checked too. None takes both
     from the folder, which must then contain them. ``taps`` (zero-based layers) are for published EAGLE-3 files, which
-    do not say them. ``dtype`` and ``device`` default to those of ``head``, else to float32 on the CPU. Raises
-    CheckpointError and its kinds, each before any weight is copied.
+    do not say them. ``dtype`` and ``device`` default to those of ``head``, else to float32 on the CPU. ``calibrated``
+    False leaves the scale of its confidences out, be it usable or not. Raises CheckpointError and its kinds, each
+    before any weight is copied.
     """
     path, source = Path(folder), _read(folder, taps)
     fields, tensors = _checked(path, dict(source.config)), source.tensors
@@ -264,7 +266,7 @@ def load(
     try:
         config = type(AutoConfig.for_model(fields["model_type"])).from_dict(fields)
         cfg = read_options(config, metadata)
-        scale = ConfidenceScale.of(metadata)
+        scale = ConfidenceScale.of(metadata) if calibrated else None
     except ValueError as error:
         raise CheckpointError(f"{path / CONFIG}: {error}") from error
     if scale is not None and len(scale.temperatures) != cfg.block_size:

@@ -283,6 +283,14 @@ def trained(tmp_path_factory):
     return folder
 
 
+def uncalibrated(trained, name: str, folder):
+    """A copy of a drafter as it was before any test calibrated it."""
+    shutil.copytree(trained / "drafters" / name, folder)
+    nothing = dict.fromkeys(("temperatures", "shifts", "max_probability", "calibration"))
+    checkpoints.update_metadata(folder, **nothing)
+    return folder
+
+
 def decode_and_calibrate(folder, name: str, *more: object) -> int:
     arguments = [
         "--drafter",
@@ -329,11 +337,11 @@ def test_command_decodes_stores_and_is_undone(trained, capsys) -> None:
     arguments += ["--temperature", 1, "--max-new-tokens", 60, "--output", output, "--no-plain"]
     assert tiny_run.evaluate(*arguments) == 0
     rounds = read_rounds(output)
-    found, folder = calibrate.recorded(calibrate.parser().parse_args(["--records", str(output)]))
-    assert folder == checkpoint
+    found, origin = calibrate.recorded(calibrate.parser().parse_args(["--records", str(output)]))
+    assert origin.folder == checkpoint
     shutil.copytree(checkpoint, trained / "run" / "best")  # a run folder stands for its best checkpoint
     named = calibrate.parser().parse_args(["--records", str(output), "--drafter", str(trained / "run")])
-    assert calibrate.recorded(named)[1] == trained / "run" / "best"
+    assert calibrate.recorded(named)[1].folder == trained / "run" / "best"
     logits = calibration.logit(found.confidence_NG.astype(float)) / np.array(report["temperatures"])
     logits += np.array(report["shifts"])
     assert np.allclose(logits, calibration.logit(rounds.confidence_NG.astype(float)), atol=1e-3, equal_nan=True)
@@ -342,6 +350,29 @@ def test_command_decodes_stores_and_is_undone(trained, capsys) -> None:
     (checkpoint / "config.json").write_text(json.dumps(fields))
     assert calibrate.main(["--records", str(output)]) == 2
     assert "not known whether these records" in capsys.readouterr().err
+
+
+def test_records_of_a_shorter_block_are_not_stored(trained, tmp_path, capsys) -> None:
+    """A scale of 3 positions would make a drafter of block 4 unusable; one that is so already can be calibrated."""
+    for name, more in (("dspark", []), ("eagle3", ["--max-probability"])):
+        folder = uncalibrated(trained, name, tmp_path / name)
+        write_rounds(tmp_path / f"{name}.jsonl", random_rounds(13, block=3))
+        given = ["--records", str(tmp_path / f"{name}.jsonl"), "--drafter", str(folder), "--resamples", "20"]
+        before = (folder / "config.json").read_text()
+        assert calibrate.main([*given, *more]) == 2
+        assert "records of block 3, the drafter's block is 4" in capsys.readouterr().err
+        assert (folder / "config.json").read_text() == before
+        assert calibrate.main([*given, "--no-store", *more]) == 0
+
+    folder = tmp_path / "drafters" / "dspark"
+    shutil.copytree(tmp_path / "dspark", folder)
+    checkpoints.update_metadata(folder, temperatures=[2.0] * 3, shifts=[0.0] * 3)
+    shutil.copyfile(trained / "prompts.jsonl", tmp_path / "prompts.jsonl")
+    shutil.copytree(trained / "tiny", tmp_path / "tiny")
+    with pytest.raises(checkpoints.CheckpointError, match="calibrate again"):
+        checkpoints.load(folder, Target.load(TargetConfig("tiny", str(tmp_path / "tiny")), "cpu"))
+    assert decode_and_calibrate(tmp_path, "dspark") == 0
+    assert len(json.loads((folder / "config.json").read_text())["deepspec"]["temperatures"]) == 4
 
 
 def test_drafters_without_a_confidence_head(trained, capsys) -> None:

@@ -78,6 +78,11 @@ def test_the_last_line_names_a_command_that_takes_these_records(place, compared,
     assert len(read_rounds(output, "dspark-k4-b1").prompts) == 6
 
 
+def test_calibrating_is_advised_after_full_blocks_only(place, tmp_path, capsys):
+    assert run(place, tmp_path, "--drafter", drafter_folder(place, "dspark"), "--block", 3, "--limit", 1) == 0
+    assert "next: python -m deepspec.models.export" in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_results_say_what_was_run(compared, place):
     out = results(compared)
     assert out["settings"]["suites"] == [str(place / "mine.jsonl")]
@@ -192,7 +197,7 @@ def test_a_threshold_on_the_largest_probability(place, tmp_path, capsys):
 
     given = ["--records", str(tmp_path / "full"), "--run", made["dflash"]["id"]]
     raw, found = calibrate.recorded(calibrate.parser().parse_args(given))
-    assert found == folder
+    assert found.folder == folder
     checkpoints.update_metadata(folder, max_probability={"temperatures": [2.0] * 4, "shifts": [0.5] * 4})
     assert run(place, tmp_path / "scaled", *more) == 0
     scaled = read_rounds(tmp_path / "scaled", made["dflash"]["id"])
