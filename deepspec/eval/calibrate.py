@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from deepspec.eval.max_probability import METADATA, MaxProbability
 from deepspec.eval.rounds import Rounds, RoundsError, from_prompts, named, read_rounds
 from deepspec.files import atomic_write, provenance, read_json, write_json
 from deepspec.models.confidence_scale import ConfidenceScale
+
+if TYPE_CHECKING:
+    from deepspec.eval.choose import Candidate
 
 FORMAT_VERSION = 2
 
@@ -29,10 +32,17 @@ class CalibrateError(ValueError):
 
 @dataclass(frozen=True)
 class Origin:
-    """The drafter that rounds are of."""
+    """The drafter that rounds are of.
+
+    block_size: None where its config does not say; fingerprint: what the records name; undone: the scale that was
+    taken off their confidences. The last two are stored, so that the same records can be fitted again after the scale
+    made from them has changed the drafter's fingerprint.
+    """
 
     folder: Path
-    block_size: int | None  # None where its config does not say
+    block_size: int | None
+    fingerprint: str | None = None
+    undone: ConfidenceScale | None = None
 
 
 def undo(rounds: Rounds, scale: ConfidenceScale) -> Rounds:
@@ -60,16 +70,34 @@ def recorded(options: argparse.Namespace) -> tuple[Rounds, Origin | None]:
     from deepspec.eval.choose import candidates
 
     candidate = candidates([chosen])[0]
-    options.max_probability |= "max_probability" in described
-    scale = ConfidenceScale.of((candidate.own.get(METADATA) or {}) if options.max_probability else candidate.own)
-    if scale is not None:
-        if described.get("fingerprint") != candidate.fingerprint():
-            raise CalibrateError(
-                f"{candidate.folder} is calibrated, and it is not known whether these records were made with that: "
-                "evaluate again, or leave --records out and let this command decode"
-            )
-        rounds = undo(rounds, scale)
-    return rounds, Origin(candidate.folder, candidate.block_size)
+    check_confidence(candidate, options.max_probability)
+    options.max_probability = not candidate.confidence
+    made_with = described.get("fingerprint")
+    scale = _scale_of(candidate, made_with)
+    return (
+        rounds if scale is None else undo(rounds, scale),
+        Origin(candidate.folder, candidate.block_size, made_with, scale),
+    )
+
+
+def check_confidence(candidate: "Candidate", max_probability: bool) -> None:
+    """Raise CalibrateError where the largest probabilities are asked of a drafter whose confidence head is used."""
+    if candidate.confidence and max_probability:
+        raise CalibrateError(f"{candidate.folder} has a confidence head, which is what is used: drop --max-probability")
+
+
+def _scale_of(candidate: "Candidate", made_with: str | None) -> ConfidenceScale | None:
+    """The scale on confidences that were recorded with the drafter of fingerprint ``made_with``."""
+    stored = candidate.own if candidate.confidence else candidate.own.get(METADATA) or {}
+    last = candidate.own.get("calibration") or {}
+    if not stored.get("temperatures") or made_with == candidate.fingerprint():
+        return ConfidenceScale.of(stored)
+    if made_with is not None and made_with == last.get("records_fingerprint"):
+        return ConfidenceScale.of(last.get("undone") or {})
+    raise CalibrateError(
+        f"{candidate.folder} is calibrated, and it is not known whether these records were made with that: "
+        "evaluate again, or leave --records out and let this command decode"
+    )
 
 
 def _described(records: Path, run: str | None) -> Mapping[str, Any]:
@@ -100,6 +128,7 @@ def collect(options: argparse.Namespace) -> tuple[Rounds, Origin]:
 
     candidate = choose.candidates([options.drafter] if options.drafter else [])[0]
     checkpoints.own_layout(candidate.folder)  # the scale goes there: say it before decoding for hours
+    check_confidence(candidate, options.max_probability)
     if not candidate.confidence and not options.max_probability:
         raise CalibrateError(
             f"{candidate.folder} has no confidence head: pass --max-probability to use its largest probabilities"
@@ -146,7 +175,7 @@ def rounds_of(records: list[Any]) -> Rounds:
     )
 
 
-def store(folder: Path, report: Mapping[str, Any], *, max_probability: bool, source: str) -> None:
+def store(origin: Origin, report: Mapping[str, Any], *, max_probability: bool, source: str) -> None:
     """Put the scale into the drafter's config.json (atomic, weights untouched)."""
     from deepspec.models.drafter import update_metadata
 
@@ -157,9 +186,11 @@ def store(folder: Path, report: Mapping[str, Any], *, max_probability: bool, sou
         "mean_ece_after": report["comparison"][report["method"]]["mean_ece"],
         "counts": report["counts"],
         "source": source,
+        "records_fingerprint": origin.fingerprint,
+        "undone": None if origin.undone is None else origin.undone.fields(),
     }
     scale = {name: report[name] for name in ("temperatures", "shifts")}
-    update_metadata(folder, **({METADATA: scale} if max_probability else scale), calibration=summary)
+    update_metadata(origin.folder, **({METADATA: scale} if max_probability else scale), calibration=summary)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -195,7 +226,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     elif options.no_store or not better:
         print("not stored" + ("" if better else ": this scale is no better than none on the test prompts"))
     else:
-        store(origin.folder, report, max_probability=options.max_probability, source=source)
+        store(origin, report, max_probability=options.max_probability, source=source)
         write_json(origin.folder / "calibration.json", content)
         print(f"{report['method']} scale stored in {origin.folder}/config.json")
     return report
@@ -228,7 +259,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--batch-size", type=int, default=8)
     out.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: as the drafter was trained")
     out.add_argument(
-        "--max-probability", action="store_true", help="use max q as confidence (no confidence head needed)"
+        "--max-probability",
+        action="store_true",
+        help="drafters without a confidence head: max q is the confidence (implied by --records)",
     )
     methods = ("best", *calibration_report.METHODS)
     out.add_argument("--method", choices=methods, default="best", help="best (default): least ECE on the judging half")

@@ -375,6 +375,53 @@ def test_records_of_a_shorter_block_are_not_stored(trained, tmp_path, capsys) ->
     assert len(json.loads((folder / "config.json").read_text())["deepspec"]["temperatures"]) == 4
 
 
+def test_the_same_records_can_be_fitted_twice(trained, tmp_path, capsys) -> None:
+    """Storing changes the drafter's fingerprint; the summary says which one the records name and what was on them."""
+    folder = uncalibrated(trained, "dspark", tmp_path / "dspark")
+    before = (folder / "config.json").read_text()
+    arguments = ["--suite", trained / "prompts.jsonl", "--drafter", folder, "--target", trained / "tiny", "--no-plain"]
+    arguments += ["--temperature", 1, "--max-new-tokens", 60]
+
+    def fitted(records: str, method: str) -> dict:
+        given = ["--records", tmp_path / records, "--method", method, "--resamples", 20]
+        assert calibrate.main([*map(str, given)]) == 0
+        return json.loads((folder / "config.json").read_text())["deepspec"]
+
+    for records in ("raw", "scaled"):  # the second are made with what the first left in the drafter
+        assert tiny_run.evaluate(*arguments, "--output", tmp_path / records) == 0
+        start = (folder / "config.json").read_text()
+        scratch = {}
+        for method in ("platt", "sts"):
+            (folder / "config.json").write_text(start)
+            scratch[method] = fitted(records, method)
+        assert scratch["platt"]["temperatures"] != scratch["sts"]["temperatures"]
+        for method in ("platt", "sts"):
+            assert fitted(records, method) == scratch[method]
+    assert scratch["sts"]["calibration"]["undone"] is not None
+    assert calibrate.main(["--records", str(tmp_path / "raw")]) == 2
+    assert "not known whether these records" in capsys.readouterr().err
+    (folder / "config.json").write_text(before)
+    assert fitted("raw", "sts")["calibration"]["undone"] is None
+
+
+def test_confidences_are_those_of_the_head_or_else_the_largest_probabilities(trained, tmp_path, capsys) -> None:
+    """Whatever the command line says, a scale goes where the drafter's confidences are read from."""
+    write_rounds(tmp_path / "records.jsonl", random_rounds(14, block=4))
+    records = ["--records", str(tmp_path / "records.jsonl"), "--resamples", "20"]
+    headed = uncalibrated(trained, "dspark", tmp_path / "dspark")
+    before = (headed / "config.json").read_text()
+    assert calibrate.main([*records, "--drafter", str(headed), "--max-probability"]) == 2
+    assert decode_and_calibrate(trained, "dspark", "--max-probability") == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line.endswith("drop --max-probability") for line in said] == [True, True]
+    assert (headed / "config.json").read_text() == before
+    bare = uncalibrated(trained, "eagle3", tmp_path / "eagle3")
+    assert calibrate.main([*records, "--drafter", str(bare)]) == 0
+    fields = json.loads((bare / "config.json").read_text())["deepspec"]
+    assert fields["temperatures"] is None
+    assert len(fields["max_probability"]["temperatures"]) == 4
+
+
 def test_drafters_without_a_confidence_head(trained, capsys) -> None:
     assert decode_and_calibrate(trained, "eagle3") == 2
     assert "--max-probability" in capsys.readouterr().err
