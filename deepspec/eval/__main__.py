@@ -157,15 +157,17 @@ def describe(item: Candidate, taps: Sequence[int] | None = None, max_probability
     """
     unstated = item.kind == "eagle3" and not item.own
     stands_in = max_probability and not item.confidence
+    scale = item.own if item.confidence else (item.own.get(METADATA) or {}) if stands_in else {}
     return {
         "folder": str(item.folder),
         "fingerprint": item.fingerprint(),
         "thinking": item.thinking,
         "block_size": item.block_size,
         "confidence": item.confidence or stands_in,
+        "calibrated": bool(scale.get("temperatures")),
         "trained_for": item.target,
         **({"taps": list(item.config["target_layer_ids"])} if unstated and taps is not None else {}),
-        **({"max_probability": item.own.get(METADATA) or {}} if stands_in else {}),
+        **({"max_probability": scale} if stands_in else {}),
     }
 
 

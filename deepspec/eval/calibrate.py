@@ -16,8 +16,8 @@ import numpy as np
 
 from deepspec.eval import calibration, calibration_report
 from deepspec.eval.max_probability import METADATA, MaxProbability
-from deepspec.eval.rounds import Rounds, RoundsError, from_prompts, named, read_rounds
-from deepspec.files import atomic_write, provenance, read_json, write_json
+from deepspec.eval.rounds import Rounds, RoundsError, drafter_of, from_prompts, read_rounds
+from deepspec.files import atomic_write, provenance, write_json
 from deepspec.models.confidence_scale import ConfidenceScale
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def check_block(rounds: Rounds, origin: Origin) -> None:
 def recorded(options: argparse.Namespace) -> tuple[Rounds, Origin | None]:
     """Rounds of an evaluation's output with raw confidences, and the drafter that made them where that is known."""
     rounds = read_rounds(options.records, options.run)
-    described = _described(options.records, options.run)
+    described = drafter_of(options.records, options.run)
     chosen = options.drafter or described.get("folder")
     if not chosen or not (options.drafter or (Path(chosen) / "config.json").is_file()):
         return rounds, None
@@ -72,11 +72,10 @@ def recorded(options: argparse.Namespace) -> tuple[Rounds, Origin | None]:
     candidate = candidates([chosen])[0]
     check_confidence(candidate, options.max_probability)
     options.max_probability = not candidate.confidence
-    made_with = described.get("fingerprint")
-    scale = _scale_of(candidate, made_with)
+    scale = _scale_of(candidate, described)
     return (
         rounds if scale is None else undo(rounds, scale),
-        Origin(candidate.folder, candidate.block_size, made_with, scale),
+        Origin(candidate.folder, candidate.block_size, described.get("fingerprint"), scale),
     )
 
 
@@ -86,33 +85,22 @@ def check_confidence(candidate: "Candidate", max_probability: bool) -> None:
         raise CalibrateError(f"{candidate.folder} has a confidence head, which is what is used: drop --max-probability")
 
 
-def _scale_of(candidate: "Candidate", made_with: str | None) -> ConfidenceScale | None:
-    """The scale on confidences that were recorded with the drafter of fingerprint ``made_with``."""
+def _scale_of(candidate: "Candidate", described: Mapping[str, Any]) -> ConfidenceScale | None:
+    """The scale on confidences of records that ``described`` tells of, read from the drafter as it is now."""
+    made_with = described.get("fingerprint")
     stored = candidate.own if candidate.confidence else candidate.own.get(METADATA) or {}
     last = candidate.own.get("calibration") or {}
-    if not stored.get("temperatures") or made_with == candidate.fingerprint():
+    if made_with == candidate.fingerprint():
         return ConfidenceScale.of(stored)
     if made_with is not None and made_with == last.get("records_fingerprint"):
         return ConfidenceScale.of(last.get("undone") or {})
+    if not stored.get("temperatures") and not described.get("calibrated"):
+        return None
+    which = f"{candidate.folder} is" if stored.get("temperatures") else "these records are"
     raise CalibrateError(
-        f"{candidate.folder} is calibrated, and it is not known whether these records were made with that: "
-        "evaluate again, or leave --records out and let this command decode"
+        f"{which} calibrated, and it is not known whether these records were made with the scale in "
+        f"{candidate.folder}: evaluate again, or leave --records out and let this command decode"
     )
-
-
-def _described(records: Path, run: str | None) -> Mapping[str, Any]:
-    """What results.json beside the records says of their drafter; {} where it is silent or ambiguous."""
-    file = (records if records.is_dir() else records.parent) / "results.json"
-    if not file.is_file():
-        return {}
-    known = {
-        str(item["id"]): item["drafter"]
-        for item in read_json(file).get("variants", [])
-        if (item.get("drafter") or {}).get("confidence")
-    }
-    drafters = [known[name] for name in named(known, (run or "").split("@")[0])]
-    folders = {drafter["folder"] for drafter in drafters}
-    return drafters[0] if len(folders) == 1 else {}
 
 
 def collect(options: argparse.Namespace) -> tuple[Rounds, Origin]:

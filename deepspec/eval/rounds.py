@@ -6,14 +6,14 @@ line.
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from deepspec.files import atomic_write
+from deepspec.files import atomic_write, read_json
 
 
 class RoundsError(ValueError):
@@ -137,6 +137,21 @@ def named(names: Iterable[str], run: str | None) -> list[str]:
     return [name for name in known if name == wanted or name.startswith(f"{wanted}@")] or [
         name for name in known if name.startswith(wanted)
     ]
+
+
+def drafter_of(records: Path, run: str | None) -> Mapping[str, Any]:
+    """What results.json beside the records says of their drafter; {} where it is silent or ambiguous."""
+    file = (records if records.is_dir() else records.parent) / "results.json"
+    if not file.is_file():
+        return {}
+    known = {
+        str(item["id"]): item["drafter"]
+        for item in read_json(file).get("variants", [])
+        if (item.get("drafter") or {}).get("confidence")
+    }
+    drafters = [known[name] for name in named(known, (run or "").split("@")[0])]
+    folders = {drafter["folder"] for drafter in drafters}
+    return drafters[0] if len(folders) == 1 else {}
 
 
 _Round = tuple[int, int, list[float] | None]

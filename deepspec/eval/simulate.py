@@ -15,7 +15,7 @@ import numpy as np
 
 from deepspec.eval.calibration import scale
 from deepspec.eval.replay import DOMAINS, Stream, record, stream_of, synthetic
-from deepspec.eval.rounds import read_rounds
+from deepspec.eval.rounds import drafter_of, read_rounds
 from deepspec.eval.simulation import POLICIES, Outcome, Serving, policy_of, simulate
 from deepspec.eval.sps import SPSProfile, SPSTable, load_profile, roofline
 from deepspec.files import provenance, read_json, write_json
@@ -113,6 +113,10 @@ def render(outcomes: Sequence[dict[str, Any]]) -> str:
 def _stream(options: argparse.Namespace) -> tuple[Stream, str]:
     """The requests to replay, and where they come from."""
     if options.records is None:
+        if options.calibration is not None:
+            raise ValueError(
+                "--calibration is of recorded confidences, and these requests are synthetic: add --records"
+            )
         stream = synthetic(
             options.sources, block=options.block, difficulty=DOMAINS[options.synthetic], seed=options.seed
         )
@@ -121,6 +125,10 @@ def _stream(options: argparse.Namespace) -> tuple[Stream, str]:
         return stream, f"synthetic {options.synthetic}"
     rounds = read_rounds(options.records, options.run)
     if options.calibration is not None:
+        if drafter_of(options.records, options.run).get("calibrated"):
+            raise ValueError(
+                f"the confidences in {options.records} are calibrated already (its results.json): drop --calibration"
+            )
         found = ConfidenceScale.of(read_json(options.calibration))
         if found is None:
             raise ValueError(f"{options.calibration} has no temperatures: give the calibration.json of calibrate")

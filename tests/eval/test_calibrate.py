@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from deepspec.eval import calibrate, calibration, calibration_report
 from deepspec.eval.max_probability import MaxProbability
 from deepspec.eval.replay import Difficulty, record, synthetic
-from deepspec.eval.rounds import Rounds, RoundsError, from_prompts, read_rounds, write_rounds
+from deepspec.eval.rounds import Rounds, RoundsError, drafter_of, from_prompts, read_rounds, write_rounds
 from deepspec.eval.sps import SPSProfile, SPSTable
 from deepspec.models import drafter as checkpoints
 from deepspec.models.confidence_scale import ConfidenceScale
@@ -258,9 +258,7 @@ def test_a_run_is_named_in_full_before_its_beginning_counts(tmp_path) -> None:
             read_rounds(tmp_path, ambiguous)
     variants = [{"id": name, "drafter": {"folder": f"made/{name}", "confidence": True}} for name in lines]
     (tmp_path / "results.json").write_text(json.dumps({"variants": variants}))
-    described = {
-        run: calibrate._described(tmp_path, run).get("folder") for run in (*lines, "other-k7-b1@four", "dspark")
-    }
+    described = {run: drafter_of(tmp_path, run).get("folder") for run in (*lines, "other-k7-b1@four", "dspark")}
     assert described == {name: f"made/{name}" for name in lines} | {
         "other-k7-b1@four": "made/other-k7-b1",
         "dspark": None,
@@ -401,6 +399,8 @@ def test_the_same_records_can_be_fitted_twice(trained, tmp_path, capsys) -> None
     assert calibrate.main(["--records", str(tmp_path / "raw")]) == 2
     assert "not known whether these records" in capsys.readouterr().err
     (folder / "config.json").write_text(before)
+    assert calibrate.main(["--records", str(tmp_path / "scaled")]) == 2  # nor what was on them, now that it is gone
+    assert "these records are calibrated" in capsys.readouterr().err
     assert fitted("raw", "sts")["calibration"]["undone"] is None
 
 

@@ -187,6 +187,7 @@ def test_a_threshold_on_the_largest_probability(place, tmp_path, capsys):
     assert run(place, tmp_path / "full", *more) == 0
     made = {item["label"]: item for item in results(tmp_path / "full")["variants"]}
     assert made["dflash"]["drafter"]["max_probability"] == {}
+    assert [made[name]["drafter"]["calibrated"] for name in ("dflash", "dspark")] == [False, False]
     assert "max_probability" not in made["dspark"]["drafter"]
     assert "reliability" in made["dflash"]["macro"]
     assert run(place, tmp_path / "short", *more, "--confidence-threshold", 0.06) == 0
@@ -201,6 +202,8 @@ def test_a_threshold_on_the_largest_probability(place, tmp_path, capsys):
     checkpoints.update_metadata(folder, max_probability={"temperatures": [2.0] * 4, "shifts": [0.5] * 4})
     assert run(place, tmp_path / "scaled", *more) == 0
     scaled = read_rounds(tmp_path / "scaled", made["dflash"]["id"])
+    calibrated = {item["label"]: item["drafter"]["calibrated"] for item in results(tmp_path / "scaled")["variants"][1:]}
+    assert calibrated == {"dflash": True, "dspark": False}
     assert np.allclose(logit(scaled.confidence_NG), logit(raw.confidence_NG) / 2 + 0.5, atol=0.01, equal_nan=True)
     given[1] = str(tmp_path / "scaled")
     options = calibrate.parser().parse_args(given)

@@ -208,7 +208,13 @@ def test_command_line(tmp_path, capsys) -> None:
     assert command.main(["--policies", "greedy"]) == 2
     assert command.main(["--records", str(tmp_path / "absent.jsonl")]) == 2
     assert command.main(["--records", str(tmp_path), "--calibration", str(tmp_path / "out" / "simulation.json")]) == 2
+    assert command.main(["--calibration", str(tmp_path / "calibration.json"), "--synthetic", "mix"]) == 2
+    described = {"folder": "some", "confidence": True, "calibrated": True}
+    (tmp_path / "results.json").write_text(json.dumps({"variants": [{"id": "records", "drafter": described}]}))
+    assert command.main(arguments) == 2
     errors = capsys.readouterr().err
+    assert "these requests are synthetic: add --records" in errors
+    assert "are calibrated already (its results.json): drop --calibration" in errors
     assert "unknown policies greedy" in errors
     assert "absent.jsonl" in errors
     assert "simulation.json has no temperatures: give the calibration.json" in errors
