@@ -1,5 +1,5 @@
-"""``python -m deepspec.eval.calibrate``: make a drafter's confidences mean what they say (Platt scaling or Sequential
-Temperature Scaling, whichever is nearer the truth).
+"""``python -m deepspec.eval.calibrate``: make a drafter's confidences mean what they say, by Platt scaling, Sequential
+Temperature Scaling or a single temperature, whichever is nearest the truth on prompts that it was not fitted on.
 
 Reads the records of an evaluation, or decodes held-out prompts with full blocks itself; writes calibration.json and
 reliability.svg, and stores the scale in the drafter's config.json, where decoding and the exporters find it.
@@ -252,7 +252,9 @@ def parser() -> argparse.ArgumentParser:
         help="drafters without a confidence head: max q is the confidence (implied by --records)",
     )
     methods = ("best", *calibration_report.METHODS)
-    out.add_argument("--method", choices=methods, default="best", help="best (default): least ECE on the judging half")
+    out.add_argument(
+        "--method", choices=methods, default="best", help="best (default): least ECE on a part of the fitting prompts"
+    )
     out.add_argument("--test-share", type=float, default=0.5, help="share of the prompts that judge (default 0.5)")
     out.add_argument("--resamples", type=int, default=200, help="of the bootstrap over prompts")
     out.add_argument("--sweep", action="store_true", help="print the threshold sweep (paper Figure 5)")

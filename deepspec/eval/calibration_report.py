@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from deepspec.eval import calibration
-from deepspec.eval.rounds import Rounds
+from deepspec.eval.rounds import Rounds, RoundsError
 from deepspec.models.confidence_scale import ConfidenceScale
 
 METHODS = ("platt", "sts", "single")  # those that keep the order of confidences and so may be stored
@@ -21,7 +21,8 @@ def calibrate(
 ) -> Table:
     """Fit every method on some prompts and judge it on the others.
 
-    Returns "method" (the one asked for, or that of METHODS with the least mean ECE on the judging prompts) with its
+    Returns "method" (the one asked for, or that of METHODS which ``choose`` finds best without the judging prompts, so
+    that its figures on them are of prompts that had no say) with its
     "temperatures" and "shifts", "scales" (those of every method), "positions" (before and after with intervals),
     "comparison" (mean ECE of the survivals by method), "floor" (the mean ECE that chance alone gives exact confidences
     on so many rounds), "best", "reliability", "sweep" and the counts. Raises RoundsError when there is too little to
@@ -31,11 +32,7 @@ def calibrate(
     calibration.check(fit)
     calibration.check(test)
     block = rounds.block_size
-    scales = {
-        "sts": ConfidenceScale(calibration.fit_sts(fit)),
-        "single": ConfidenceScale((calibration.fit_single(fit),) * block),
-        "platt": calibration.fit_platt(fit),
-    }
+    scales = fit_scales(fit)
     raw_NG = np.asarray(test.confidence_NG, dtype=np.float64)
     methods = {
         "raw": raw_NG,
@@ -46,7 +43,7 @@ def calibrate(
     for name, values_NG in methods.items():
         errors = calibration.errors_of(test, values_NG)
         comparison[name] = {"mean_ece": float(np.mean(errors)), "ece": errors}
-    chosen = method or min(METHODS, key=lambda name: comparison[name]["mean_ece"])
+    chosen = method or choose(fit, seed)
     after_NG = methods[chosen]
     before = calibration.judge(test, raw_NG, resamples=resamples, seed=seed)
     after = calibration.judge(test, after_NG, resamples=resamples, seed=seed)
@@ -81,6 +78,34 @@ def calibrate(
         ],
         "sweep": {"before": sweep(test, raw_NG), "after": sweep(test, after_NG)},
     }
+
+
+def fit_scales(rounds: Rounds) -> dict[str, ConfidenceScale]:
+    """The scale of each of METHODS."""
+    return {
+        "platt": calibration.fit_platt(rounds),
+        "sts": ConfidenceScale(calibration.fit_sts(rounds)),
+        "single": ConfidenceScale((calibration.fit_single(rounds),) * rounds.block_size),
+    }
+
+
+def choose(fit: Rounds, seed: int) -> str:
+    """The method of least mean ECE on half of the fitting prompts when fitted on the others.
+
+    Where either part is too small for that, on the fitting prompts themselves.
+    """
+    try:
+        inner, judging = fit.split(seed)
+        calibration.check(inner)
+        calibration.check(judging)
+    except RoundsError:
+        inner = judging = fit
+    raw_NG = np.asarray(judging.confidence_NG, dtype=np.float64)
+    errors = {
+        name: float(np.mean(calibration.errors_of(judging, calibration.scale(raw_NG, scale))))
+        for name, scale in fit_scales(inner).items()
+    }
+    return min(METHODS, key=errors.__getitem__)
 
 
 def _plain(interval: calibration.Interval) -> dict[str, float | None]:
