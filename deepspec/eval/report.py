@@ -230,11 +230,14 @@ def _time(results: Results) -> Section:
 def _calibration(shown: Sequence[Results]) -> Section:
     known = [item for item in shown if "reliability" in item["macro"]]
     if not known:
-        text = "No variant recorded confidences (DSpark's confidence head gives them)."
+        text = (
+            "No variant recorded confidences (DSpark's confidence head gives them, --max-probability other drafters)."
+        )
         return Section("confidence", "Confidence", page.paragraph(text, "note"))
     caption = (
-        "Reliability of the confidence head: positions whose prefix was accepted, in ten bins. Below the diagonal it "
-        "is too sure of itself; deepspec.eval.calibrate fits a scale that corrects this."
+        "Reliability of the confidences (the confidence head's, or the largest probabilities of drafters without one): "
+        "positions whose prefix was accepted, in ten bins. Below the diagonal they are too high; "
+        "deepspec.eval.calibrate fits a scale that corrects this."
     )
     body = page.figure(plots_confidence.reliability(known), caption)
     for item in known:
