@@ -28,13 +28,15 @@ class SPSTable:
     """Steps per second at one context length.
 
     tokens: ascending step sizes B; steps_per_second: the measured SPS of each. Between two sizes the larger one counts
-    (padding up). Beyond the last size the token rate stays what it was: SPS(B) = SPS(B_last) · B_last / B.
+    (padding up). Beyond the last size the token rate stays what it was: SPS(B) = SPS(B_last) · B_last / B. overhead:
+    seconds that every step takes besides, whatever its size (``with_overhead``); files do not hold it.
     """
 
     tokens: tuple[int, ...]
     steps_per_second: tuple[float, ...]
     context: int = 0
     source: str = "table"
+    overhead: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.steps_per_second):
@@ -59,7 +61,8 @@ class SPSTable:
         rates = np.asarray(self.steps_per_second, dtype=np.float64)
         wanted = np.arange(limit + 1)
         looked_up = rates[np.minimum(np.searchsorted(sizes, wanted), len(sizes) - 1)]
-        return np.where(wanted > sizes[-1], rates[-1] * sizes[-1] / np.maximum(wanted, 1), looked_up)
+        alone = np.where(wanted > sizes[-1], rates[-1] * sizes[-1] / np.maximum(wanted, 1), looked_up)
+        return 1.0 / (1.0 / alone + self.overhead) if self.overhead else alone
 
     def __call__(self, tokens: int) -> float:
         """SPS of one step size, in steps/s."""
@@ -72,8 +75,7 @@ class SPSTable:
 
     def with_overhead(self, seconds: float) -> "SPSTable":
         """The table of an engine whose every step takes ``seconds`` more, drafting for instance."""
-        rates = tuple(1.0 / (1.0 / rate + seconds) for rate in self.steps_per_second)
-        return replace(self, steps_per_second=rates)
+        return replace(self, overhead=self.overhead + seconds)
 
     def hull(self) -> "SPSTable":
         """The largest curve under which seconds per step is convex in B and nowhere above this table's.
@@ -82,7 +84,7 @@ class SPSTable:
         step. The result has an entry for every B from 1 to the last measured size.
         """
         limit = self.tokens[-1]
-        seconds = 1.0 / self.curve(limit)[1:]
+        seconds = 1.0 / replace(self, overhead=0.0).curve(limit)[1:]  # a constant does not change what is convex
         hull: list[int] = []
         for size in range(limit):
             while len(hull) > 1 and _above(seconds, hull[-2], hull[-1], size):

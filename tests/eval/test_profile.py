@@ -53,7 +53,17 @@ def test_hull_is_the_largest_convex_curve_below() -> None:
 
 
 def test_overhead_adds_seconds() -> None:
-    assert TABLE.with_overhead(0.01).steps_per_second == pytest.approx((50.0, 1 / 0.0225, 1 / 0.03))
+    slower = TABLE.with_overhead(0.004).with_overhead(0.006)
+    assert [slower(b) for b in (1, 2, 3, 4, 8)] == pytest.approx([50.0, 50.0, 1 / 0.0225, 1 / 0.0225, 1 / 0.03])
+
+
+def test_overhead_does_not_grow_with_the_step() -> None:
+    """Beyond the last size, by hand: 16 tokens take twice the 0.02 s of 8, and the 0.01 s of drafting once."""
+    slower = TABLE.with_overhead(0.01)
+    assert [slower(16), slower(32)] == pytest.approx([1 / 0.05, 1 / 0.09])
+    hull = TABLE.hull()
+    for b in (1, 3, 8, 16):
+        assert slower.hull()(b) == pytest.approx(1 / (1 / hull(b) + 0.01))
 
 
 def test_roofline_has_its_two_regimes_and_its_steps() -> None:
@@ -152,5 +162,5 @@ def test_drafting_is_a_line_that_is_never_negative(seconds: tuple, line: tuple) 
 def test_schedulers_see_the_drafting_of_their_requests() -> None:
     timed = SPSProfile((TABLE,), {"draft_seconds": 0.004, "draft_row_seconds": 0.001})
     assert timed.drafting(6) == pytest.approx(0.01)
-    assert timed.rounds_at(0, 6).steps_per_second == pytest.approx(TABLE.with_overhead(0.01).steps_per_second)
-    assert SPSProfile((TABLE,)).rounds_at(0, 6).steps_per_second == pytest.approx(TABLE.steps_per_second)
+    assert timed.rounds_at(0, 6).curve(20) == pytest.approx(TABLE.with_overhead(0.01).curve(20))
+    assert SPSProfile((TABLE,)).rounds_at(0, 6).curve(20) == pytest.approx(TABLE.curve(20))
