@@ -12,6 +12,7 @@ import pytest
 from deepspec.eval import calibrate, cli, report
 from deepspec.eval.calibration import logit
 from deepspec.eval.rounds import read_rounds
+from deepspec.eval.sps import SPSProfile, SPSTable
 from deepspec.models import drafter as checkpoints
 from deepspec.models.export import checkpoint as folders
 from deepspec.models.export import export, imports
@@ -210,6 +211,43 @@ def test_a_threshold_on_the_largest_probability(place, tmp_path, capsys):
     again, _ = calibrate.recorded(options)
     assert options.max_probability
     assert np.allclose(again.confidence_NG, raw.confidence_NG, atol=1e-3, equal_nan=True)
+
+
+STAIRS = SPSProfile((SPSTable((2, 3, 5, 9), (10.0, 9.0, 8.5, 4.0)),))
+
+
+@pytest.mark.parametrize("schedule", ["static", "threshold", "plateau"])
+def test_output_under_a_schedule_is_the_target_s(place, tmp_path, capsys, schedule):
+    more = ["--drafter", drafter_folder(place, "dspark"), "--batch-size", 3, "--schedule", schedule]
+    if schedule == "plateau":
+        STAIRS.save(tmp_path / "sps.json")
+        more += ["--sps", tmp_path / "sps.json"]
+    assert run(place, tmp_path, *more) == 0  # 3 where greedy output differs
+    assert "identical to plain greedy decoding: yes" in capsys.readouterr().out
+    made = results(tmp_path)
+    wanted = {"schedule": schedule, "confidence_threshold": 0.5 if schedule == "threshold" else None}
+    assert {name: made["settings"][name] for name in wanted} == wanted
+    length = made["variants"][-1]["datasets"]["mine"]["proposal_length"]["value"]
+    full = made["variants"][-1]["block"]
+    assert length > full - 1 if schedule == "static" else length < full - 1
+
+
+def test_largest_probabilities_are_scheduled(place, tmp_path, capsys):
+    """Beside a drafter with a head, in one command; without the option the schedule is not applied."""
+    STAIRS.save(tmp_path / "sps.json")
+    more = ["--drafter", drafter_folder(place, "dflash"), drafter_folder(place, "dspark"), "--batch-size", 3]
+    more += ["--schedule", "causal", "--sps", tmp_path / "sps.json", "--limit", 3]
+    assert run(place, tmp_path / "without", *more) == 0
+    assert "--schedule causal is not applied to dflash" in capsys.readouterr().err
+    assert run(place, tmp_path / "with", *more, "--max-probability") == 0
+    said = capsys.readouterr()
+    assert "not applied" not in said.err
+    assert said.out.count("identical to plain greedy decoding: yes") == 2
+    lengths = [
+        next(item for item in results(tmp_path / name)["variants"] if item["label"] == "dflash")["datasets"]["mine"]
+        for name in ("with", "without")
+    ]
+    assert lengths[0]["proposal_length"]["value"] < lengths[1]["proposal_length"]["value"]
 
 
 def test_defaults_find_the_newest_drafter_and_its_target(place, tmp_path, monkeypatch, capsys):

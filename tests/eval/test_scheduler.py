@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from deepspec.eval import calibration
 from deepspec.eval.scheduler import (
     Async,
     Causal,
@@ -23,6 +24,7 @@ from deepspec.eval.scheduler import (
     top_lengths,
 )
 from deepspec.eval.sps import SPSTable, roofline
+from deepspec.models.confidence_scale import ConfidenceScale
 from deepspec.models.decode import Proposal, generate
 from deepspec.models.sampling import Distribution
 from deepspec.models.target import Target
@@ -143,6 +145,27 @@ def test_more_load_never_gives_a_request_more_on_smooth_curves(seed: int) -> Non
     assert copies[0] > copies[-1]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_under_more_load_async_settles_on_no_more_for_a_request(seed: int) -> None:
+    """Once its two steps of history are of the same load; its optimum is over all budgets, so on stairs it may rise."""
+    random = np.random.default_rng(seed)
+    sps = smooth(400, 1.0, random.random() * 0.1)
+    confidence = random.random((40, 7)) ** 0.3
+
+    def settled(confidence_RG: np.ndarray) -> np.ndarray:
+        scheduler = Async(sps)
+        return [scheduler(confidence_RG) for _ in range(3)][-1]
+
+    previous = np.full(1, 7)
+    for rows in range(1, 41):
+        lengths = settled(confidence[:rows])
+        assert (lengths[: len(previous)] <= previous).all()
+        previous = lengths
+    copies = [settled(np.tile(confidence[:4], (n, 1))).sum() / n for n in (1, 2, 4, 8)]
+    assert copies == sorted(copies, reverse=True)
+    assert copies[0] > copies[-1]
+
+
 def test_an_edge_of_a_step_stops_causal_but_not_plateau_nor_async() -> None:
     """64 requests on a table with an edge at 64: the next tile pays only once it is filled."""
     sps = SPSTable((64, 128, 192), (100.0, 75.0, 50.0))
@@ -222,6 +245,15 @@ def test_published_vectors(case: dict) -> None:
     scheduler = make_schedule(case["policy"], sps=sps, length=case.get("length"), threshold=case.get("threshold"))
     found = [scheduler(np.asarray(step["confidence"], np.float32)).tolist() for step in case["steps"]]
     assert found == [step["lengths"] for step in case["steps"]]
+
+
+def test_published_vector_of_the_calibration() -> None:
+    """In the arithmetic of the fit and in the drafter's."""
+    vector = VECTORS["calibration"]
+    confidence, by = np.asarray(vector["confidence"]), ConfidenceScale.of(vector)
+    assert calibration.scale(confidence, by) == pytest.approx(np.asarray(vector["calibrated"]), abs=1e-6)
+    decoded = torch.sigmoid(by.logits(torch.logit(torch.tensor(confidence)))).numpy()
+    assert decoded == pytest.approx(np.asarray(vector["calibrated"]), abs=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------ in the real decoder
