@@ -158,7 +158,7 @@ class Probe:
 
 @dataclass
 class CacheManifest:
-    """manifest.json: written last, so a folder that has one is complete."""
+    """manifest.json: written last, so a folder without one is not finished; what it describes may be damaged later."""
 
     origin: Origin
     shards: list[Shard]

@@ -9,7 +9,7 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,13 +135,10 @@ def build_cache(cfg: "DataPipelineConfig", target: Target | None = None) -> Cach
     if not all(finished(folder, identities)):
         print(f"rank {rank()} has built its shards of {folder}; the last rank to finish writes the manifest")
         return None
-    dropped: Counter[str] = Counter({"held out": responses.left_out} if responses.left_out else {})
-    kept = 0
-    for number in range(len(identities)):
-        if (facts := read_facts(folder, number)) is not None:
-            dropped.update(facts.dropped)
-            kept += facts.shard.rows
+    kept, dropped = _tally(folder, range(len(identities)))
     check_usable(kept, dropped, plan.responses.folder)  # of all shards, whichever run or rank built them
+    if responses.left_out:
+        dropped["held out"] = responses.left_out
     manifest = finalise(
         folder, len(identities), origin, {"plan": key, "cache": vars(cfg.cache), "dropped": dict(dropped)}
     )
@@ -150,14 +147,27 @@ def build_cache(cfg: "DataPipelineConfig", target: Target | None = None) -> Cach
 
 
 def _complete(folder: Path, key: str) -> CacheManifest | None:
-    """The manifest of a finished cache of this very plan whose shards are all there with the right size."""
+    """The manifest of a finished cache of this very plan whose shards are all there and are those it describes."""
     try:
         manifest = CacheReader(folder).manifest
     except ValueError:
         return None
-    identities = [shard.identity for shard in manifest.shards]
-    same = manifest.settings.get("plan") == key and all(finished(folder, identities))
+    if manifest.settings.get("plan") != key:
+        return None
+    # a kill after a damaged shard was rebuilt leaves a manifest and an index of the bytes it had before
+    found = [read_facts(folder, number) for number in range(len(manifest.shards))]
+    same = all(facts is not None and facts.shard == line for facts, line in zip(found, manifest.shards, strict=True))
     return manifest if same else None
+
+
+def _tally(folder: Path, shards: Iterable[int]) -> tuple[int, Counter[str]]:
+    """Samples in finished shards, and how many responses were dropped for which reason."""
+    kept, dropped = 0, Counter[str]()
+    for number in shards:
+        if (facts := read_facts(folder, number)) is not None:
+            kept += facts.shard.rows
+            dropped.update(facts.dropped)
+    return kept, dropped
 
 
 def _check_space(folder: Path, plan: Plan, target: Target, shards: list[int], config: CacheConfig) -> int:
@@ -171,8 +181,11 @@ def _check_space(folder: Path, plan: Plan, target: Target, shards: list[int], co
     chosen = rows[:: max(1, len(rows) // SAMPLED_ROWS)]
     sample = [row for index in chosen for row in plan.responses.rows(index, index + 1)]
     kept, dropped = encode_rows(target.tokenizer, sample, plan.settings)
-    check_usable(len(kept), dropped, plan.responses.folder)
     scale = len(rows) / len(sample)
+    # together with the finished shards: the few that are missing may be where one source's unusable rows lie
+    usable, unusable = _tally(folder, set(range(len(plan.ranges))).difference(shards))
+    unusable.update({reason: round(scale * count) for reason, count in dropped.items()})
+    check_usable(usable + round(scale * len(kept)), unusable, plan.responses.folder)
     tokens = int(scale * sum(len(conversation) for conversation in kept))
     states = int(scale * sum(conversation.states for conversation in kept))
     needed = state_bytes(codec_named(config.codec), target.hidden_size, len(target.taps), tokens, states)

@@ -13,6 +13,8 @@ from deepspec.data import cache_build
 from deepspec.data.cache import MANIFEST, CacheDamagedError, CacheMismatchError, DiskSpaceError, shard_name
 from deepspec.data.cache_build import build_cache
 from deepspec.data.cache_reader import CacheReader
+from deepspec.data.cache_writer import read_facts, write_shard
+from deepspec.data.inspection import damages
 from deepspec.data.responses import ResponsesError, write_part
 from tests.data.killed_build import build
 from tests.data.little_chat import answered, built, chat_target, pipeline
@@ -267,6 +269,47 @@ def test_too_many_unusable_responses_are_an_error_however_often_it_is_run(tmp_pa
         with pytest.raises(ResponsesError, match="6 of 24 responses"):
             build_cache(cfg, target)
         assert not (tmp_path / "cache" / MANIFEST).exists()
+
+
+def with_long_prompts(rows):
+    return [replace(row, messages=[{"role": "user", "content": "x" * 5000}, row.messages[1]]) for row in rows]
+
+
+def test_a_missing_shard_full_of_unusable_responses_is_rebuilt_where_the_whole_cache_is_fine(tmp_path):
+    rows = answered(44)
+    rows[8:10] = with_long_prompts(rows[8:10])
+    cfg = pipeline(tmp_path, rows)
+    assert build_cache(cfg, chat_target()).rows == 42
+    before = shards(tmp_path)
+    (tmp_path / "cache" / shard_name(2)).unlink()
+    assert build_cache(cfg, chat_target()).settings["dropped"] == {"nothing supervised": 2}
+    assert shards(tmp_path) == before
+
+
+def test_new_unusable_responses_are_an_error_before_the_first_forward_where_they_are_many_of_all(tmp_path):
+    cfg = built(tmp_path, count=18)
+    write_part(cfg.responses_dir / "part-000-000002.parquet", with_long_prompts(answered(6, prefix="s")))
+    target, forwards = counting_target()
+    with pytest.raises(ResponsesError, match="6 of 24 responses"):
+        build_cache(cfg, target)
+    assert forwards() == 0
+
+
+def test_a_kill_between_a_rebuilt_shard_and_the_manifest_is_finished_by_the_next_run(tmp_path):
+    cfg = built(tmp_path)
+    reader = CacheReader(tmp_path / "cache")
+    before = content(tmp_path)
+    line = reader.manifest.shards[2]
+    rows = reader.rows_of(2)
+    with write_shard(tmp_path / "cache", 2, reader.manifest.origin, line.identity) as writer:
+        for row in sorted(rows, key=reader.id, reverse=True):  # the same samples as other bytes
+            writer.add(reader.source(row), reader.record(row))
+    assert read_facts(tmp_path / "cache", 2).shard.checksum != line.checksum
+    target, forwards = counting_target()
+    assert build_cache(cfg, target).shards[2] == read_facts(tmp_path / "cache", 2).shard
+    assert forwards() == 0
+    assert content(tmp_path) == before
+    assert not list(damages(CacheReader(tmp_path / "cache")))
 
 
 def test_other_thinking_mode_and_missing_responses_are_errors(tmp_path):
