@@ -1,7 +1,7 @@
 """Which responses go into which shard, and each as token ids. Reads response files; knows no weights and no states.
 
-Shards are slices of the response files in their order, so the plan is the same for any number of processes and a file
-added later changes only the last shard.
+Shards are slices of the response files in the order of ``part_files``, so the plan is the same for any number of
+processes, and what a later run of ``regenerate`` adds, on any ranks, changes only a last shard that was not full.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ class EncodeSettings:
 
 
 class Responses:
-    """The response files of a folder, in order of their names. Ids must be unique.
+    """The response files of a folder, in the order of ``part_files``. Ids must be unique.
 
     Answers to prompts that ``../prompts/heldout.jsonl`` holds out are left out (``left_out`` counts them), so that an
     evaluation prompt is never trained on. Raises ResponsesError for a folder that says it holds another target's

@@ -287,7 +287,7 @@ class _Writer:
     def __init__(self, folder: Path, rank: int, config: RegenerateConfig) -> None:
         self.folder, self.rank, self.config = folder, rank, config
         self.rows: list[Response] = []
-        self.number = next_part(folder, rank)
+        self.number = next_part(folder)
         self.last = time.monotonic()
 
     def add(self, row: Response) -> None:

@@ -6,6 +6,7 @@ source, tools (JSON or null).
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import pyarrow.parquet as parquet
 from deepspec.data.chat import Encoded, encode, encode_response
 from deepspec.files import atomic_write
 
+_PART = re.compile(r"part-(?P<rank>\d+)-(?P<number>\d+)")
 SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -85,14 +87,19 @@ def _json(value: Any) -> str:
 
 
 def part_files(folder: Path) -> list[Path]:
-    """Parts in a fixed order."""
-    return sorted(folder.glob("part-*.parquet"))
+    """Parts by number, then rank: those of a later run come after all that were there. Other names come last."""
+    return sorted(folder.glob("part-*.parquet"), key=_place)
 
 
-def next_part(folder: Path, rank: int) -> int:
-    """The first unused part number of a rank."""
-    numbers = [re.fullmatch(rf"part-{rank:03d}-(\d+)", file.stem) for file in part_files(folder)]
-    return max((int(match.group(1)) + 1 for match in numbers if match), default=0)
+def next_part(folder: Path) -> int:
+    """The first part number above those of all ranks."""
+    numbers = [_PART.fullmatch(file.stem) for file in folder.glob("part-*.parquet")]
+    return max((int(match["number"]) + 1 for match in numbers if match), default=0)
+
+
+def _place(file: Path) -> tuple[float, int, str]:
+    match = _PART.fullmatch(file.stem)
+    return (int(match["number"]), int(match["rank"]), "") if match else (math.inf, 0, file.name)
 
 
 def part_name(rank: int, number: int) -> str:

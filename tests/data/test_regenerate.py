@@ -134,6 +134,17 @@ def test_ranks_share_the_prompts_and_another_world_size_continues(tmp_path):
     assert len(list(read_responses(tmp_path))) == len(answered_ids(tmp_path)) == 60
 
 
+def test_what_a_later_run_adds_lies_after_everything_that_was_there_on_any_ranks(tmp_path):
+    rows = prompts(60)
+    for rank in range(2):
+        run(rows[:40], tmp_path, ScriptedEngine(), rank=rank, world=2)
+    before = [row.id for row in read_responses(tmp_path)]
+    for rank in (1, 0, 2):
+        run(rows, tmp_path, ScriptedEngine(), rank=rank, world=3)
+    assert [row.id for row in read_responses(tmp_path)][: len(before)] == before
+    assert len(answered_ids(tmp_path)) == 60
+
+
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupt_keeps_what_is_done(tmp_path, raised):
     class Interrupted(ScriptedEngine):
@@ -249,8 +260,7 @@ def test_damaged_and_copied_parts_are_named(tmp_path):
         run(prompts(10), tmp_path, ScriptedEngine())
     first.unlink()
     assert run(prompts(10), tmp_path, ScriptedEngine()).answered == 7
-    assert next_part(tmp_path, 0) == 3
-    assert next_part(tmp_path, 1) == 0
+    assert next_part(tmp_path) == 3
 
 
 def test_text_that_is_not_valid_utf8_survives(tmp_path):
