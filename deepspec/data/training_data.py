@@ -94,7 +94,8 @@ def _rows_of(reader: CacheReader) -> list[tuple[int, Any]]:
 
 
 class OnlineSource:
-    """The samples a lossless cache of the same responses would hold, from the target itself, without a cache.
+    """The samples a lossless cache of the same responses would hold, from the target itself, without a cache: one made
+    with the defaults of ``cache.keep_truncated`` and ``cache.limit``.
 
     ``data.path`` is the responses folder. All responses are tokenised when it opens; states are made when asked for.
     """
