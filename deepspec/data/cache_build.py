@@ -6,7 +6,6 @@ whose number is r modulo n; whoever finishes last writes the manifest. Processes
 
 import hashlib
 import json
-import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspec.data import record
-from deepspec.data.cache import MANIFEST, CacheConfig, CacheManifest, DiskSpaceError, Origin
+from deepspec.data.cache import MANIFEST, CacheConfig, CacheManifest, Origin
 from deepspec.data.cache_reader import CacheReader
 from deepspec.data.cache_replace import finished_manifest, outdated_shards, require_captured, require_replace
 from deepspec.data.cache_writer import ShardWriter, finalise, finished, read_facts, remove_leftovers, write_shard
@@ -30,7 +29,7 @@ from deepspec.data.capture_plan import (
     encode_rows,
 )
 from deepspec.data.codecs import codec_named
-from deepspec.data.estimate import human_bytes, state_bytes
+from deepspec.data.estimate import human_bytes, require_space, state_bytes
 from deepspec.distributed import is_main, rank, world_size
 from deepspec.files import local_path
 from deepspec.models.target import Target, TargetConfig
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from deepspec.data.config import DataPipelineConfig
 
 SAMPLED_ROWS = 200
-SPARE = 1.05  # free space asked for, relative to the estimate
 
 
 @dataclass
@@ -189,14 +187,7 @@ def _check_space(folder: Path, plan: Plan, target: Target, shards: list[int], co
     tokens = int(scale * sum(len(conversation) for conversation in kept))
     states = int(scale * sum(conversation.states for conversation in kept))
     needed = state_bytes(codec_named(config.codec), target.hidden_size, len(target.taps), tokens, states)
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if needed * SPARE > free and not config.ignore_disk_space:
-        raise DiskSpaceError(
-            f"{folder} needs about {human_bytes(needed)} for {tokens} tokens with "
-            f"cache={config.codec} and {existing} has {human_bytes(free)} free: choose cache=int8 or cache=int4, lower "
-            "cache.limit, free some space, or set cache.ignore_disk_space=true"
-        )
+    free = require_space(folder, needed, tokens, config)
     _say(
         f"{len(rows)} responses, about {tokens} tokens → {len(shards)} shards, about {human_bytes(needed)} as "
         f"{config.codec} ({human_bytes(free)} free)"

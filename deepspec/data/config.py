@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepspec.data.cache import CacheConfig
+from deepspec.data.estimate import EstimateConfig
 from deepspec.data.prompts import PromptsConfig
 from deepspec.data.regenerate import RegenerateConfig
 from deepspec.files import local_path
@@ -22,6 +23,7 @@ class DataPipelineConfig:
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    estimate: EstimateConfig = field(default_factory=EstimateConfig)
 
     @property
     def prompts_dir(self) -> Path:

@@ -239,7 +239,7 @@ def test_held_out_answers_are_counted_and_not_in_the_cache(tmp_path, capsys):
 def test_too_little_disk_is_an_error_before_the_first_forward(tmp_path, monkeypatch):
     cfg = pipeline(tmp_path, answered(8))
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(cache_build.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     target, forwards = counting_target()
     with pytest.raises(DiskSpaceError, match=r"cache=bf16.*1\.0 kB free.*cache=int8"):
         build_cache(cfg, target)
@@ -251,7 +251,7 @@ def test_too_little_disk_is_an_error_before_the_first_forward(tmp_path, monkeypa
 def test_the_space_asked_for_is_that_of_all_unfinished_shards_whatever_the_rank(tmp_path, monkeypatch):
     cfg, target = pipeline(tmp_path, answered(18)), chat_target()  # shards of 4, 4, 4, 4, 2
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(cache_build.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     monkeypatch.setattr(cache_build, "world_size", lambda: 4)
     said = []
     for rank in range(4):
@@ -274,7 +274,7 @@ def test_leftovers_of_a_kill_are_gone_before_space_is_asked_for(tmp_path, monkey
         path.write_bytes(b"half")
     seen = []
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(cache_build.shutil, "disk_usage", lambda _: seen.extend(p.exists() for p in leftovers) or usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: seen.extend(p.exists() for p in leftovers) or usage)
     monkeypatch.setattr(cache_build, "world_size", lambda: 2)
     build_cache(cfg, chat_target())
     assert seen == [False, True, False, True, False]  # those of the other rank may be in use

@@ -1,13 +1,26 @@
 """Estimates against hand counts, real models and a real cache."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
 
+from deepspec.data.cache import MANIFEST, DiskSpaceError, shard_name
 from deepspec.data.cache_reader import CacheReader
 from deepspec.data.codecs import codec_named
-from deepspec.data.estimate import describe, estimate, estimate_from, human_bytes, sizes_of, state_bytes
+from deepspec.data.estimate import (
+    GPUS,
+    TRAIN_SHARE,
+    EstimateConfig,
+    describe,
+    estimate,
+    estimate_from,
+    human_bytes,
+    sizes_of,
+    state_bytes,
+)
+from deepspec.models.drafter_config import DrafterConfig
 from tests.data.little_chat import built, pipeline
 from tests.tiny import tiny_config, tiny_model
 
@@ -91,3 +104,120 @@ def test_human_bytes():
         "38.0 TB",
         "2.0 PB",
     ]
+
+
+def published(**more):
+    return estimate_from(qwen3_4b(), taps=5, samples=1_300_000, mean_tokens=950, **more)
+
+
+def test_training_hours_and_weights_are_those_of_the_scaling_page():
+    result = published(markov_rank=256, epochs=10)
+    assert result.drafter_parameters == pytest.approx(0.62e9, rel=0.01)
+    assert result.drafter_parameters - published().drafter_parameters == 2 * 151936 * 256
+    assert result.drafter_bytes["weights and AdamW"] == 16 * result.drafter_parameters
+    assert result.train_hours["H100"] == pytest.approx(192, rel=0.01)
+    assert result.train_hours["A100"] == pytest.approx(608, rel=0.01)
+    assert result.train_hours["H100"] == pytest.approx(10 * published(markov_rank=256).train_hours["H100"])
+
+
+def test_work_of_training_is_the_formula_of_the_plan():
+    from deepspec.train.plan import STEP_SHARE
+
+    hidden, vocab, keys = 2560, 151936, 1024
+    layer = 2 * hidden * 4096 + 2 * hidden * keys + 3 * hidden * 9728
+    context = 5 * hidden * hidden + 2 * 2 * hidden * keys
+    parameters = 5 * hidden * hidden + 2 * layer + 2 * vocab * 64
+    result = estimate_from(
+        qwen3_4b(), taps=5, samples=10, mean_tokens=100, layers=2, markov_rank=64, block_size=4, anchors=50, epochs=3
+    )
+    a_sample = 50 * 4 * (6 * (parameters - context) + 4 * vocab * hidden) + 2 * vocab * hidden * 70 + 6 * context * 100
+    assert TRAIN_SHARE == STEP_SHARE
+    assert result.train_hours["A100"] == pytest.approx(3 * 10 * a_sample / (312e12 * STEP_SHARE) / 3600)
+    more = estimate_from(qwen3_4b(), taps=5, samples=10, mean_tokens=100, anchors=70)
+    most = estimate_from(qwen3_4b(), taps=5, samples=10, mean_tokens=100, anchors=512)
+    assert more.train_hours == most.train_hours  # there are no more anchors than supervised tokens
+
+
+def test_hours_of_the_cards_that_are_asked_for():
+    result = published(markov_rank=256, epochs=10)
+    lines = describe(result, "qwen3-4b", "assumed", EstimateConfig("H100", 8))
+    (hours,) = [line for line in lines if "responses" in line]
+    assert hours.startswith("  8 × H100")
+    assert hours.endswith("training 24.0 h")
+    assert sum("2 × " in line for line in describe(result, "a", "b", EstimateConfig(gpus=2))) == len(GPUS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"gpu": "H1000"}, r"estimate\.gpu is H1000: give one of .*H200"), ({"gpus": 0}, r"estimate\.gpus is 0")],
+)
+def test_cards_that_cannot_be_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        EstimateConfig(**options)
+
+
+def test_the_recipe_command_line_and_the_drafters_defaults_agree(tmp_path, capsys):
+    from deepspec import recipes
+    from deepspec.data.config import DataPipelineConfig
+
+    qwen3_4b().save_pretrained(tmp_path / "target")
+    cfg = recipes.load(
+        "data",
+        [f"target={tmp_path}/target", f"out={tmp_path}", "estimate.gpu=B200", "estimate.gpus=8", "prompts.limit=9"],
+        DataPipelineConfig,
+    )
+    result, defaults = estimate(cfg), DrafterConfig()
+    assert result.layers == defaults.layers
+    shape = {"markov_rank": defaults.markov_rank, "block_size": defaults.block_size}
+    assert (
+        result.drafter_parameters
+        == estimate_from(qwen3_4b(), taps=5, samples=9, mean_tokens=950, **shape).drafter_parameters
+    )
+    assert "  8 × B200" in capsys.readouterr().out
+
+
+def full(monkeypatch, tmp_path, free: int) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+
+
+def test_a_cache_that_would_not_fit_is_an_error_once_samples_are_counted_and_a_note_before(
+    tmp_path, monkeypatch, capsys
+):
+    qwen3_4b().save_pretrained(tmp_path / "target")
+    cfg = pipeline(tmp_path / "run", codec="int4")
+    cfg.target.path = str(tmp_path / "target")
+    needed = estimate_from(qwen3_4b(), taps=5, samples=40, mean_tokens=950).bytes["int4"]
+    full(monkeypatch, tmp_path, needed)  # enough, but for what is to spare
+    assert estimate(cfg).samples == 100_000
+    assert "would not fit: " in capsys.readouterr().out
+    cfg.prompts_dir.mkdir(parents=True)
+    (cfg.prompts_dir / "train.jsonl").write_text("{}\n" * 40)
+    with pytest.raises(DiskSpaceError, match=r"cache needs about .*cache=int4 .*cache\.ignore_disk_space"):
+        estimate(cfg)
+    assert "40 samples" in capsys.readouterr().out  # the figures are printed before the error
+    cfg.cache.ignore_disk_space = True
+    assert estimate(cfg).samples == 40
+    cfg.cache.ignore_disk_space = False
+    full(monkeypatch, tmp_path, int(1.06 * needed))
+    assert estimate(cfg).samples == 40
+    assert "would not fit" not in capsys.readouterr().out
+
+
+def test_shards_that_are_there_need_no_room_a_second_time(tmp_path, monkeypatch):
+    qwen3_4b().save_pretrained(tmp_path / "target")
+    cfg = pipeline(tmp_path / "run")
+    cfg.target.path = str(tmp_path / "target")
+    cfg.prompts_dir.mkdir(parents=True)
+    (cfg.prompts_dir / "train.jsonl").write_text("{}\n")
+    full(monkeypatch, tmp_path, 1000)
+    with pytest.raises(DiskSpaceError):
+        estimate(cfg)
+    shard = Path(cfg.cache_path) / shard_name(0)
+    shard.parent.mkdir()
+    with shard.open("wb") as file:
+        file.truncate(estimate_from(qwen3_4b(), taps=5, samples=1, mean_tokens=950).bytes["bf16"])
+    estimate(cfg)
+    shard.unlink()
+    (shard.parent / MANIFEST).write_text("{}")  # the build of a finished cache asks for itself
+    estimate(cfg)
