@@ -16,20 +16,56 @@ from deepspec.models.target import Target, TargetConfig, resolve
 SERVER_ONLY = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
+class GenerationConfigError(ValueError):
+    """A generation_config that could not be read, so that nobody knows how the target is meant to answer."""
+
+
 def generation_defaults(target: TargetConfig) -> dict[str, Any]:
-    """What the target's generation_config sets, {} when it has none."""
+    """What the target's generation_config sets, {} when it has none.
+
+    Raises GenerationConfigError where that cannot be told: no access to the hub, a file that cannot be read.
+    """
     from transformers import GenerationConfig
 
+    path, revision = resolve(target), target.revision or "main"
     try:
-        found = GenerationConfig.from_pretrained(resolve(target), revision=target.revision or "main")
-    except OSError:
-        return {}
+        found = GenerationConfig.from_pretrained(path, revision=revision)
+    except OSError as error:
+        if _has_none(path, revision):
+            return {}
+        raise GenerationConfigError(
+            f"cannot read the generation_config of {path}: give regenerate.temperature=… (and top_k, top_p), or "
+            f"access to the hub ({' '.join(str(error).split())[:200]})"
+        ) from error
     return {key: value for key, value in found.to_diff_dict().items() if value is not None}
 
 
+def _has_none(path: str, revision: str) -> bool:
+    """Whether the model is known to have no generation_config: a folder, or a repository that said so, now or before."""
+    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from transformers.utils import GENERATION_CONFIG_NAME
+
+    if Path(path).is_dir():
+        return not (Path(path) / GENERATION_CONFIG_NAME).exists()
+    try:
+        if try_to_load_from_cache(path, GENERATION_CONFIG_NAME, revision=revision) is _CACHED_NO_EXIST:
+            return True
+        hf_hub_download(path, GENERATION_CONFIG_NAME, revision=revision)
+    except Exception as error:  # LocalEntryNotFoundError says only that the cache has none
+        return isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError)
+    return False
+
+
 def stamp_of(target: TargetConfig, given: RegenerateConfig) -> Stamp:
-    """How the answers of this target are made."""
-    defaults = generation_defaults(target)
+    """How the answers of this target are made. Raises as ``generation_defaults``, unless the sampling is all given."""
+    greedy = given.temperature == 0
+    try:
+        defaults = generation_defaults(target)
+    except GenerationConfigError:
+        if not greedy and None in (given.temperature, given.top_k, given.top_p):
+            raise
+        defaults = {}
     sampling: dict[str, Any] = asdict(
         sampling_from(defaults, {name: getattr(given, name) for name in ("temperature", "top_k", "top_p", "min_p")})
     )

@@ -144,7 +144,7 @@ def target_config(name: str | None, drafters: Sequence[Candidate], dtype: str, t
         raise ChooseError(
             f"--target {name}: neither a folder nor a recipe; recipes: {shown}; or give a hub id org/name"
         )
-    return TargetConfig(Path(name).name, name, dtype=dtype, thinking=thinking)
+    return TargetConfig(recipes.slug(name), name, dtype=dtype, thinking=thinking)  # the name training gives it
 
 
 def _recorded_target(recorded: Mapping[str, Any], dtype: str, thinking: bool) -> TargetConfig:

@@ -56,7 +56,10 @@ class TargetConfig:
 
 
 def resolve(cfg: TargetConfig) -> str:
-    """``$DEEPSPEC_TARGETS/<name>`` (default ``targets/<name>``) if that folder exists, else ``cfg.path``."""
+    """Where the weights are: ``cfg.path`` if it is a folder, else the folder ``$DEEPSPEC_TARGETS/<name>`` (default
+    ``targets/<name>``) if there is one, else ``cfg.path`` as a hub id."""
+    if cfg.path and Path(cfg.path).is_dir():
+        return cfg.path
     local = Path(os.environ.get("DEEPSPEC_TARGETS", "targets")) / cfg.name
     return str(local) if local.is_dir() else cfg.path
 

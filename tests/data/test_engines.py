@@ -141,3 +141,41 @@ def test_only_penalties_that_do_something_are_taken_from_the_model(monkeypatch):
     monkeypatch.setattr(setup, "generation_defaults", lambda target: defaults)
     given = RegenerateConfig(engine="openai", servers=["x"])
     assert setup.stamp_of(TargetConfig("t", "t"), given).sampling == vars(Sampling()) | {"presence_penalty": 1.0}
+
+
+def test_a_generation_config_that_cannot_be_read_is_not_greedy(tmp_path, monkeypatch):
+    """Greedy is what a target without one means, not what a client without network may assume."""
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from transformers import GenerationConfig
+
+    def absent(path, **_):
+        raise OSError("no such file")
+
+    def fails_with(error):
+        def download(*_, **__):
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+
+    folder, hub = TargetConfig("t", str(tmp_path)), TargetConfig("t", "org/model")
+    assert setup.generation_defaults(folder) == {}
+    (tmp_path / "generation_config.json").write_text("not JSON")
+    with pytest.raises(ValueError, match="cannot read the generation_config of"):
+        setup.generation_defaults(folder)
+
+    monkeypatch.setattr(GenerationConfig, "from_pretrained", absent)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
+    fails_with(EntryNotFoundError("404"))
+    assert setup.generation_defaults(hub) == {}
+    for error in (LocalEntryNotFoundError("offline"), ConnectionError("no network")):
+        fails_with(error)
+        with pytest.raises(ValueError, match=r"org/model: give regenerate\.temperature=… \(and top_k, top_p\), or access"):
+            setup.stamp_of(hub, RegenerateConfig())
+    with pytest.raises(ValueError, match="top_k"):
+        setup.stamp_of(hub, RegenerateConfig(temperature=0.7))
+    assert setup.stamp_of(hub, RegenerateConfig(temperature=0.0)).sampling == vars(Sampling())
+    all_given = RegenerateConfig(temperature=0.7, top_k=20, top_p=0.8)
+    assert setup.stamp_of(hub, all_given).sampling == vars(Sampling(0.7, 20, 0.8))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: huggingface_hub._CACHED_NO_EXIST)
+    assert setup.generation_defaults(hub) == {}

@@ -72,7 +72,8 @@ def test_targets_by_recipe_folder_hub_id_and_record(tmp_path):
     (tmp_path / "folder").mkdir()
     local = choose.target_config(str(tmp_path / "folder"), [], "float32", False)
     assert (local.name, local.path, local.dtype) == ("folder", str(tmp_path / "folder"), "float32")
-    assert choose.target_config("org/model", [], "auto", False).path == "org/model"
+    hub = choose.target_config("org/Model-Instruct", [], "auto", False)
+    assert (hub.name, hub.path) == ("model", "org/Model-Instruct"), "the name of its run folder"
     own = {"deepspec": {"target": {"name": "qwen3-4b"}}}
     drafters = choose.candidates([str(checkpoint(tmp_path / "x", **own))])
     assert choose.target_config(None, drafters, "auto", False).path == "Qwen/Qwen3-4B"

@@ -185,6 +185,8 @@ def test_load_resolve_and_fingerprint(tmp_path, monkeypatch):
     cfg = TargetConfig("tiny", "somewhere/else", taps=[0, 2], dtype="float32")
     assert resolve(cfg) == str(tmp_path / "tiny")
     assert resolve(TargetConfig("other", "somewhere/else")) == "somewhere/else"
+    (tmp_path / "given").mkdir()
+    assert resolve(TargetConfig("tiny", str(tmp_path / "given"))) == str(tmp_path / "given")  # not another of its name
     target = Target.load(cfg, device="cpu")
     assert (target.taps, target.dtype, target.num_layers, target.vocab_size) == ((0, 2), torch.float32, 4, VOCAB)
     half = Target.load(TargetConfig("tiny", "", dtype="bfloat16"), device="cpu")
