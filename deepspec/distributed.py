@@ -25,6 +25,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def local_world_size() -> int:
+    """Number of processes on this node; DeepSpeed's launcher has a name of its own for it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+
+
 def is_main() -> bool:
     """Whether this process writes shared files and prints."""
     return rank() == 0

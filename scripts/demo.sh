@@ -20,7 +20,9 @@ step python -m deepspec.data regenerate target=$target data=demo
 step python -m deepspec.data cache target=$target data=demo
 drafters=()
 for recipe in $recipes; do
-  step torchrun --standalone --nproc-per-node 1 deepspec/train/main.py +recipe="$recipe" target=$target +size=demo
+  size=demo
+  [[ $recipe != eagle3 ]] || size=demo-eagle3
+  step torchrun --standalone --nproc-per-node 1 deepspec/train/main.py +recipe="$recipe" target=$target +size=$size
   drafters+=("$run/drafters/$recipe")
 done
 step python -m deepspec.eval --suite demo --target $target --drafter "${drafters[@]}" --limit 12 --batch-size 12 \

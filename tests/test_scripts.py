@@ -1,13 +1,17 @@
 """Scripts and benches: each imports what it names and explains itself, and their own arithmetic is right."""
 
 import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from deepspec import recipes
 from deepspec.models.target import Target
+from deepspec.train.config import TrainConfig
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1] / "scripts"
@@ -33,6 +37,22 @@ def test_a_script_explains_itself(path: Path, monkeypatch, capsys) -> None:
         module.main()
     assert ended.value.code == 0
     assert path.name in capsys.readouterr().out
+
+
+def test_the_demo_trains_every_recipe_at_a_size_it_can_have(tmp_path) -> None:
+    """The script itself, with commands that do nothing."""
+    for name in ("python", "torchrun"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    chosen = recipes.names("recipe")
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DEMO_RECIPES": " ".join(chosen)}
+    done = subprocess.run([ROOT / "demo.sh"], env=environment, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stdout.splitlines() if "$ torchrun" in line]
+    trained = [
+        recipes.load("train", line.removesuffix("\x1b[0m").split("main.py ")[1].split(), TrainConfig) for line in lines
+    ]
+    assert [cfg.name for cfg in trained] == chosen
+    assert {cfg.drafter.draft_vocab_size for cfg in trained} == {4096}
 
 
 def test_codecs_are_compared_within_a_seed() -> None:

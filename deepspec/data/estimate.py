@@ -261,11 +261,14 @@ def _samples(cfg: "DataPipelineConfig") -> tuple[int, str, bool]:
 
     limits = [limit for limit in (cfg.prompts.limit, cfg.regenerate.limit, cfg.cache.limit) if limit is not None]
     prompts = cfg.prompts_dir / "train.jsonl"
-    if (count := len(answered_ids(cfg.responses_dir))) > 0:
-        known = "responses counted"
-    elif prompts.is_file():
+    answered, asked = len(answered_ids(cfg.responses_dir)), 0
+    if prompts.is_file():
         with prompts.open("rb") as lines:
-            count, known = sum(1 for _ in lines), "prompts counted"
+            asked = sum(1 for _ in lines)
+    if asked > answered:  # answers may be on their way
+        count, known = asked, "prompts counted"
+    elif answered:
+        count, known = answered, "responses counted"
     elif limits:
         count, known = min(limits), "the recipe's limit"
     else:

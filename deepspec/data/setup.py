@@ -41,7 +41,7 @@ def generation_defaults(target: TargetConfig) -> dict[str, Any]:
 
 
 def _has_none(path: str, revision: str) -> bool:
-    """Whether the model is known to have no generation_config: a folder, or a repository that said so, now or before."""
+    """Whether the model is known to have no generation_config: a folder, or a repository that says so or once did."""
     from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
     from transformers.utils import GENERATION_CONFIG_NAME

@@ -186,7 +186,9 @@ def schedule_options(command: argparse.ArgumentParser, options: argparse.Namespa
     """Exit where schedule, threshold and table do not go together; fill in the default threshold."""
     if options.schedule in ("causal", "plateau", "async"):
         if options.sps is None:
-            command.error(f"--schedule {options.schedule} needs --sps FILE (python -m deepspec.eval.profile makes one)")
+            command.error(
+                f"--schedule {options.schedule} needs --sps FILE (made by python -m deepspec.eval.profile --target …)"
+            )
         if options.confidence_threshold is not None:
             command.error(f"--schedule {options.schedule} and --confidence-threshold contradict each other: give one")
     elif options.sps is not None:

@@ -238,7 +238,8 @@ def make_schedule(
     if name in needs_table:
         if sps is None:
             raise ScheduleError(
-                f"schedule {name} needs an SPS table: measure one with `python -m deepspec.eval.profile` and pass --sps"
+                f"schedule {name} needs an SPS table: measure one with `python -m deepspec.eval.profile --target …` "
+                "and pass --sps"
             )
         return needs_table[name](sps)
     raise ScheduleError(f"unknown schedule {name!r}; one of {', '.join(POLICIES)}")

@@ -147,7 +147,9 @@ def load_profile(path: str | Path) -> SPSProfile:
     """Read a profile from .json (``save``) or .csv (docs/scheduling.md). Raises SPSTableError naming file and row."""
     path = Path(path)
     if not path.is_file():
-        raise SPSTableError(f"{path} does not exist: make it with `python -m deepspec.eval.profile --output {path}`")
+        raise SPSTableError(
+            f"{path} does not exist: make it with `python -m deepspec.eval.profile --target … --output {path}`"
+        )
     if path.suffix == ".csv":
         return _profile_of(_csv_rows(path), str(path), {"imported_from": path.name})
     content = read_json(path)

@@ -20,7 +20,9 @@ USAGE = """usage: torchrun [--nproc-per-node N] deepspec/train/main.py +recipe=N
   engine=    {engine}
   optim=     {optim}      tracking=  {tracking}      +size=  {size}
   any option by its path: train.lr=3e-4 data.global_batch=256 drafter.layers=3 train.dry_run=true
-Defaults and meanings: deepspec/train/config.py; the values of a run are printed when it starts."""
+Meanings and defaults: deepspec/train/config.py (train, optim, engine, tracking), objectives.py beside it (loss),
+deepspec/data/loader.py (data), deepspec/models/drafter_config.py (drafter), deepspec/models/target.py (target);
+the values of a run are printed when it starts."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,12 +73,13 @@ def _run(arguments: list[str]) -> int:
                 evaluate = ["python", "-m", "deepspec.eval", "--suite", "math", "--drafter", cfg.folder]
                 say(f"next: {shlex.join(evaluate)}")  # the drafter records its target
             else:
-                say(f"the same command without train.stop_after goes on from there:\n  {_command(arguments)}")
+                kept = [argument for argument in arguments if not argument.startswith("train.stop_after=")]
+                say(_again(kept, " without train.stop_after"))
     except Interrupted as stop:
-        say(f"{stop}: saved in {cfg.folder}/last; the same command goes on from there:\n  {_command(arguments)}")
+        say(f"{stop}: saved in {cfg.folder}/last; {_again(arguments)}")
         return 128 + stop.number
     except KeyboardInterrupt:
-        say(f"\nstopped before the first step; the same command goes on from there:\n  {_command(arguments)}")
+        say(f"\nstopped before the first step; {_again(arguments)}")
         return 130
     except NonFiniteError as error:
         say(f"error: {error}")
@@ -96,8 +99,13 @@ def _fit(trainer: Any) -> Any:
         raise
 
 
-def _command(arguments: list[str]) -> str:
-    return shlex.join(["torchrun", "deepspec/train/main.py", *arguments])
+def _again(arguments: list[str], changed: str = "") -> str:
+    """How to continue: the line, with as many processes as now; of several nodes no line is right."""
+    processes = distributed.local_world_size()
+    if distributed.world_size() > processes:
+        return f"the same command{changed} on every node goes on from there"
+    launch = ["torchrun", "--standalone", "--nproc-per-node", str(processes), "deepspec/train/main.py"]
+    return f"the same command{changed} goes on from there:\n  {shlex.join([*launch, *arguments])}"
 
 
 if __name__ == "__main__":

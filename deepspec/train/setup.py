@@ -1,6 +1,7 @@
 """Everything a run needs before its first step, checked cheapest first: cache, target, drafter, earlier progress."""
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspec import distributed
+from deepspec import distributed, recipes
 from deepspec.data.cache import CacheMissingError
 from deepspec.data.cache_reader import CacheReader
 from deepspec.data.estimate import MEAN_SUPERVISED
@@ -71,19 +72,23 @@ class Prepared:
 
 def check_data(cfg: TrainConfig) -> None:
     """Raise CacheMissingError or SourceError with the command that makes what is not there; costs one file lookup."""
-    prompts = cfg.data.prompts
+    prompts, name = cfg.data.prompts, cfg.target.name
+    listed = name != "custom" and name in recipes.names("target")
+    unlisted = shlex.join([f"target.path={cfg.target.path}", f"target.name={name}", f"out={cfg.out}"])
+    target = f"target={name}" if listed else unlisted
     if prompts is not None and not Path(prompts).is_file():
         raise SourceError(
-            f"no prompts in {prompts}: write them with `python -m deepspec.data prompts target={cfg.target.name}`, or "
-            "give data.prompts=FILE"
+            f"no prompts in {prompts}: write them with `python -m deepspec.data prompts {target}`, or give "
+            "data.prompts=FILE"
         )
     if cfg.data.source == "cache":
         try:
             CacheReader(cfg.data.path)
         except CacheMissingError as error:
+            steps = f"`python -m deepspec.data prompts|regenerate|cache {target}`"
+            remedy = f"`make cache MODEL={name}` (or {steps})" if listed else steps
             raise CacheMissingError(
-                f"no target cache in {cfg.data.path}: build it with `make cache MODEL={cfg.target.name}` (or `python "
-                f"-m deepspec.data prompts|regenerate|cache target={cfg.target.name}`), or train with data=online"
+                f"no target cache in {cfg.data.path}: build it with {remedy}, or train with data=online"
             ) from error
 
 

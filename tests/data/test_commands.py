@@ -1,7 +1,9 @@
 """The data commands as a user types them, on a tiny model in a folder; recipes compose; the dispatchers."""
 
 import json
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,8 @@ from deepspec.data.sources import is_local
 from deepspec.train.config import TrainConfig
 from tests.data.little_chat import built, chat_tokenizer
 from tests.tiny import tiny_model
+
+ROOT = Path(cache_build.__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +145,40 @@ def test_an_interrupt_says_how_to_continue(model, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(module, "_answer", interrupted)
     assert main(["regenerate", *options(model, tmp_path)]) == 130
     assert "Continue with: python -m deepspec.data regenerate target=custom" in capsys.readouterr().err
+
+
+def test_an_error_of_the_hub_is_one_line(model, tmp_path, monkeypatch, capsys):
+    from deepspec.models import target
+
+    def gated(*_, **__):
+        raise OSError("You are trying to access a gated repo.\nMake sure to have access to it.")
+
+    monkeypatch.setattr(target.Target, "load", gated)
+    assert main(["prompts", *options(model, tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["regenerate", *options(model, tmp_path)]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith("a gated repo. Make sure to have access to it.")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    try:
+        status = main([command, "--help"])
+    except SystemExit as ended:  # one with a parser of its own
+        status = ended.code
+    assert status == 0
+    said = capsys.readouterr().out
+    assert f"usage: python -m deepspec.data {command}" in said
+    for file in re.findall(r"deepspec/\S+\.py|recipes/\w+\.yaml", said):
+        assert (ROOT / file).is_file(), file
+
+
+@pytest.mark.parametrize("root", ["data", "train"])
+def test_recipe_roots_name_the_files_of_their_options(root):
+    head = (ROOT / "recipes" / f"{root}.yaml").read_text().split("\ndefaults:")[0]
+    named = re.findall(r"deepspec/\w+/\w+\.py", head)
+    assert len(named) > 1
+    assert all((ROOT / file).is_file() for file in named)
 
 
 def test_a_full_disk_is_named(model, tmp_path, monkeypatch, capsys):

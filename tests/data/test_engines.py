@@ -170,7 +170,9 @@ def test_a_generation_config_that_cannot_be_read_is_not_greedy(tmp_path, monkeyp
     assert setup.generation_defaults(hub) == {}
     for error in (LocalEntryNotFoundError("offline"), ConnectionError("no network")):
         fails_with(error)
-        with pytest.raises(ValueError, match=r"org/model: give regenerate\.temperature=… \(and top_k, top_p\), or access"):
+        with pytest.raises(
+            ValueError, match=r"org/model: give regenerate\.temperature=… \(and top_k, top_p\), or access"
+        ):
             setup.stamp_of(hub, RegenerateConfig())
     with pytest.raises(ValueError, match="top_k"):
         setup.stamp_of(hub, RegenerateConfig(temperature=0.7))

@@ -13,7 +13,7 @@ from deepspec.models import drafter as drafters
 from deepspec.models.export import ENGINES, ExportError, RefusedError, export, imports
 from deepspec.models.export import checkpoint as folders
 from deepspec.models.export.__main__ import main
-from tests.models.drafting import TAPS, frozen_head, samples
+from tests.models.drafting import TAPS, drafter, frozen_head, samples
 from tests.models.exporting import KINDS, outputs, saved, write_target_gguf
 from tests.tiny import VOCAB, tiny_model
 
@@ -162,6 +162,24 @@ def test_command_compares_with_the_target(tmp_path, capsys):
     assert main(where) == 2
     assert "vocab_size" in capsys.readouterr().err
     assert main([*where[:-1], str(tmp_path / "nowhere")]) == 2
+
+
+def test_commands_name_the_target_s_place_not_our_word_for_it(tmp_path):
+    model = drafter()
+    drafters.save(model, tmp_path / "d", target_name="qwen3-4b", target_path="Qwen/Qwen3-4B")
+    source = imports.read(tmp_path / "d")
+    for engine, words in (("vllm", "vllm serve"), ("sglang", "--model-path"), ("deepspec", "--target")):
+        assert f"{words} Qwen/Qwen3-4B" in export(source, engine, tmp_path / engine).command
+    assert "serve other " in export(source, "vllm", tmp_path / "vllm", target_name="other").command
+
+
+def test_several_engines_are_written_all_or_none(tmp_path, capsys):
+    saved(tmp_path / "drafter")
+    where = ["--drafter", str(tmp_path / "drafter"), "--output", str(tmp_path / "out"), "--to", "vllm", "gguf"]
+    assert main(where) == 2
+    assert "--target-gguf" in capsys.readouterr().err
+    assert main([*where, "--target-gguf", str(tmp_path / "none.gguf")]) == 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_command_refuses(tmp_path, capsys):

@@ -80,7 +80,9 @@ def test_a_run_from_the_command_says_what_to_do_next(folder, capsys):
     assert command.main([*arguments, "train.stop_after=2"]) == 0
     said = capsys.readouterr().out
     assert "step 2/4" in said
-    assert "goes on from there" in said
+    again = "torchrun --standalone --nproc-per-node 1 deepspec/train/main.py +recipe=dspark"
+    assert f"the same command without train.stop_after goes on from there:\n  {again}" in said
+    assert "train.stop_after=" not in said[said.index(again) :]
     assert command.main(arguments) == 0
     said = capsys.readouterr().out
     assert "continuing" in said
@@ -91,6 +93,28 @@ def test_a_run_from_the_command_says_what_to_do_next(folder, capsys):
     assert (target.name, target.path) == ("tiny-qwen3", str(folder / "target"))
     assert command.main(arguments) == 0
     assert "nothing to do" in capsys.readouterr().out
+
+
+def test_the_line_that_continues_starts_as_many_processes(monkeypatch):
+    monkeypatch.setattr(command.distributed, "world_size", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert "torchrun --standalone --nproc-per-node 8 deepspec/train/main.py +recipe=x" in command._again(["+recipe=x"])
+    monkeypatch.setattr(command.distributed, "world_size", lambda: 32)
+    assert command._again(["+recipe=x"]) == "the same command on every node goes on from there"
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setenv("LOCAL_SIZE", "32")  # as DeepSpeed's launcher says it
+    assert "--nproc-per-node 32" in command._again([])
+
+
+def test_the_remedy_for_a_missing_cache_names_the_target_as_it_was_given(tmp_path, monkeypatch, capsys):
+    """A target without a recipe is no MODEL of make."""
+    monkeypatch.chdir(tmp_path)
+    given = ["target.path=org/model", "target.name=mine", "out=here"]
+    for more in ([], ["data=prompts"]):
+        assert command.main(["+recipe=dspark", "target=custom", *given, *more]) == 2
+        said = capsys.readouterr().err
+        assert " ".join(given) in said
+        assert "make cache" not in said
 
 
 def test_online_training_is_the_same_as_from_the_lossless_cache(folder, capsys):

@@ -1,6 +1,6 @@
 """Drafters for serving engines: export to vLLM, SGLang, llama.cpp and the DeepSpec layout, and import from others.
 
-``export`` writes what an engine loads and says what it will refuse; ``imports.read`` is the way back.
+``export`` writes what an engine loads, ``check`` says before what it would refuse; ``imports.read`` is the way back.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from deepspec.models.export.engines import ENGINES
 from deepspec.models.export.validate import Finding, validate
 from deepspec.models.frozen_head import FrozenHead
 
-__all__ = ["ENGINES", "Checkpoint", "ExportError", "Exported", "Finding", "RefusedError", "export", "validate"]
+__all__ = ["ENGINES", "Checkpoint", "ExportError", "Exported", "Finding", "RefusedError", "check", "export", "validate"]
 
 
 class RefusedError(ExportError):
@@ -34,6 +34,32 @@ class Exported:
     path: Path
     command: str
     findings: list[Finding]
+
+
+def check(
+    source: Checkpoint,
+    engine: str,
+    *,
+    head: FrozenHead | None = None,
+    target: Mapping[str, Any] | None = None,
+    gguf_type: str = "bf16",
+    target_gguf: str | Path | None = None,
+    draft_tokens: int | None = None,
+    sps_table: str | Path | None = None,
+) -> tuple[Checkpoint, list[Finding]]:
+    """The checkpoint in the layout of ``engine``, with warnings and notes; raises what ``export`` would."""
+    row = ENGINES.get(engine)
+    if row is None:
+        raise ExportError(f"--to {engine} is unknown: choose one of {', '.join(ENGINES)}")
+    made = row.layout(source if head is None else with_head(source, head))
+    findings = validate(made, row, target=target, draft_tokens=draft_tokens)
+    if any(finding.level == "error" for finding in findings):
+        raise RefusedError(engine, findings)
+    if engine == "gguf":
+        llama_cpp.open_target(made, gguf_type, None if target_gguf is None else Path(target_gguf))
+    if sps_table is not None:
+        sps.check(sps_table, source)
+    return made, findings
 
 
 def export(
@@ -55,16 +81,19 @@ def export(
     is a file of ``deepspec.eval.profile`` to go with the export. Raises RefusedError, with nothing written, for what
     the engine would refuse or get wrong.
     """
-    row = ENGINES.get(engine)
-    if row is None:
-        raise ExportError(f"--to {engine} is unknown: choose one of {', '.join(ENGINES)}")
-    made = row.layout(source if head is None else with_head(source, head))
-    findings = validate(made, row, target=target, draft_tokens=draft_tokens)
-    if any(finding.level == "error" for finding in findings):
-        raise RefusedError(engine, findings)
-    if sps_table is not None:
-        sps.check(sps_table, source)
-    path, named = Path(output), target_name or made.metadata.get("target", {}).get("name") or "TARGET"
+    made, findings = check(
+        source,
+        engine,
+        head=head,
+        target=target,
+        gguf_type=gguf_type,
+        target_gguf=target_gguf,
+        draft_tokens=draft_tokens,
+        sps_table=sps_table,
+    )
+    recorded = made.metadata.get("target") or {}
+    # where the target is found; its name is our own word for it
+    path, named = Path(output), target_name or recorded.get("path") or recorded.get("name") or "TARGET"
     if engine == "gguf":
         path = llama_cpp.write(made, path, gguf_type, None if target_gguf is None else Path(target_gguf))
         folders.write_calibration(made, path.parent)
@@ -73,4 +102,4 @@ def export(
         folders.write(made, path)
     if sps_table is not None:
         sps.write(sps_table, path.parent if engine == "gguf" else path)
-    return Exported(path, row.command(made, path, named), findings)
+    return Exported(path, ENGINES[engine].command(made, path, named), findings)

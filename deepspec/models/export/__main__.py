@@ -8,7 +8,18 @@ from typing import Any
 
 import torch
 
-from deepspec.models.export import ENGINES, Checkpoint, ExportError, Finding, export, imports, llama_cpp, sps, validate
+from deepspec.models.export import (
+    ENGINES,
+    Checkpoint,
+    ExportError,
+    Finding,
+    check,
+    export,
+    imports,
+    llama_cpp,
+    sps,
+    validate,
+)
 from deepspec.models.export import checkpoint as folders
 from deepspec.models.frozen_head import FrozenHead
 
@@ -76,22 +87,23 @@ def _run(options: argparse.Namespace) -> int:
         return _check(options, folders.read(drafter), engines, target)
     source = imports.read(drafter, taps=options.taps)
     head = _head(options, source)
+    given: dict[str, Any] = {
+        "head": head if options.include_head else None,
+        "target": target,
+        "gguf_type": options.gguf_type,
+        "target_gguf": options.target_gguf,
+        "draft_tokens": options.num_speculative_tokens,
+        "sps_table": options.sps,
+    }
+    if not options.all and len(engines) > 1:
+        for engine in engines:  # all of them or none
+            check(source, engine, **given)
     written = 0
     for engine in engines:
         output = options.output or options.drafter / "export"
+        folder = output if options.output and len(engines) == 1 else output / engine
         try:
-            made = export(
-                source,
-                engine,
-                output if options.output and len(engines) == 1 else output / engine,
-                head=head if options.include_head else None,
-                target=target,
-                target_name=options.target,
-                gguf_type=options.gguf_type,
-                target_gguf=options.target_gguf,
-                draft_tokens=options.num_speculative_tokens,
-                sps_table=options.sps,
-            )
+            made = export(source, engine, folder, target_name=options.target, **given)
         except ExportError as error:
             if not options.all:
                 raise

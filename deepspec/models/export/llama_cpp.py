@@ -143,11 +143,8 @@ def fields(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def write(checkpoint: Checkpoint, folder: Path, kind: str, target_gguf: Path | None) -> Path:
-    """Write ``drafter-<kind>.gguf`` into ``folder``; returns its path.
-
-    Raises ExportError without the target's GGUF file, or with one of another vocabulary.
-    """
+def open_target(checkpoint: Checkpoint, kind: str, target_gguf: Path | None) -> Any:
+    """The target's GGUF file, opened. Raises ExportError without one, for one of another vocabulary or ``kind``."""
     import gguf
 
     if kind not in TYPES:
@@ -157,6 +154,24 @@ def write(checkpoint: Checkpoint, folder: Path, kind: str, target_gguf: Path | N
             "llama.cpp compares the drafter's tokenizer with the target's, so it is copied from there: convert the "
             "target with llama.cpp's convert_hf_to_gguf.py and give it as --target-gguf FILE"
         )
+    if not target_gguf.is_file():
+        raise ExportError(f"--target-gguf {target_gguf} does not exist")
+    reader = gguf.GGUFReader(target_gguf)
+    tokens = reader.fields.get("tokenizer.ggml.tokens")
+    if tokens is None or len(tokens.data) != checkpoint.vocab_size:
+        have = "no" if tokens is None else str(len(tokens.data))
+        raise ExportError(
+            f"{target_gguf} has {have} tokens, the drafter's vocabulary {checkpoint.vocab_size}: give the target it "
+            "was trained for"
+        )
+    return reader
+
+
+def write(checkpoint: Checkpoint, folder: Path, kind: str, target_gguf: Path | None) -> Path:
+    """Write ``drafter-<kind>.gguf`` into ``folder``; returns its path. Raises as ``open_target``, nothing written."""
+    import gguf
+
+    target = open_target(checkpoint, kind, target_gguf)
     arch = "eagle3" if checkpoint.kind == "eagle3" else "dflash"
     path = folder / f"drafter-{kind}.gguf"
     with files.atomic_write(path) as temporary:
@@ -167,7 +182,7 @@ def write(checkpoint: Checkpoint, folder: Path, kind: str, target_gguf: Path | N
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for name, value in fields(checkpoint).items():
             _add(writer, f"{arch}.{name}", value)
-        _copy_tokenizer(writer, Path(target_gguf), checkpoint)
+        _copy_tokenizer(writer, target, checkpoint)
         for name, tensor in tensors(checkpoint).items():
             _add_tensor(writer, name, tensor, kind)
         writer.write_header_to_file()
@@ -190,20 +205,8 @@ def _add(writer: Any, name: str, value: Any) -> None:
         writer.add_array(name, value)
 
 
-def _copy_tokenizer(writer: Any, target: Path, checkpoint: Checkpoint) -> None:
-    import gguf
-
-    if not target.is_file():
-        raise ExportError(f"--target-gguf {target} does not exist")
-    reader = gguf.GGUFReader(target)
-    tokens = reader.fields.get("tokenizer.ggml.tokens")
-    if tokens is None or len(tokens.data) != checkpoint.vocab_size:
-        have = "no" if tokens is None else str(len(tokens.data))
-        raise ExportError(
-            f"{target} has {have} tokens, the drafter's vocabulary {checkpoint.vocab_size}: give the target it was "
-            "trained for"
-        )
-    for name, field in reader.fields.items():
+def _copy_tokenizer(writer: Any, target: Any, checkpoint: Checkpoint) -> None:
+    for name, field in target.fields.items():
         if name.startswith("tokenizer.") and name != "tokenizer.ggml.mask_token_id":
             sub = field.types[-1] if len(field.types) > 1 else None
             writer.add_key_value(name, field.contents(), field.types[0], sub)

@@ -126,8 +126,9 @@ def _taps(s: Subject) -> Iterator[Finding]:
         yield Finding(
             "error",
             "target_layer_ids",
-            f"{s.engine.name} takes exactly {s.engine.eagle3_taps} EAGLE-3 taps, this drafter has {count}: train with "
-            f"target.taps of {s.engine.eagle3_taps} layers",
+            f"{s.engine.name} takes exactly {s.engine.eagle3_taps} EAGLE-3 taps, this drafter has {count}: first "
+            "`python -m deepspec.data cache target.taps=[a,b,c] cache.folder=cache-eagle3 …`, then train with the same "
+            "taps and data.path=…/cache-eagle3 (docs/serving.md)",
         )
     if s.engine.name == "gguf" and -1 in taps:
         yield Finding("warning", "target_layer_ids", "a tap of the embedding (id 0 in llama.cpp) was never tried")
