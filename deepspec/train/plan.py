@@ -94,7 +94,9 @@ def _activations(run: Prepared) -> int:
     8 times the hidden size, 4 times the queries and 4 times the MLP; with recompute one layer, and the others' inputs.
     """
     config, drafter = run.drafter.hf_config, run.cfg.drafter
-    layer = 8 * config.hidden_size + 4 * config.num_attention_heads * config.head_dim + 4 * config.intermediate_size
+    # not the config's head_dim: Gemma 4 has one for each kind of layer
+    queries = next(part.out_features for name, part in run.drafter.named_modules() if name.endswith("q_proj"))
+    layer = 8 * config.hidden_size + 4 * int(queries) + 4 * config.intermediate_size
     layers = drafter.ttt_length if drafter.kind == "eagle3" else config.num_hidden_layers
     values = layer + (layers - 1) * (config.hidden_size if run.cfg.engine.recompute else layer)
     return run.cfg.data.micro_tokens * run.dtype.itemsize * values

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepspec.data import cache_reader
-from deepspec.data.cache import INDEX, MANIFEST, CacheDamagedError, CacheMissingError, shard_name
+from deepspec.data.cache import INDEX, MANIFEST, CacheDamagedError, CacheError, CacheMissingError, shard_name
 from deepspec.data.cache_reader import CacheReader
 from tests.data.little_chat import built
 
@@ -48,7 +48,11 @@ def test_a_sample_costs_its_own_bytes_in_one_read(folder, monkeypatch):
     assert max(size for _, _, size in ranges) < reader.manifest.shards[0].bytes / 2
 
 
-def test_memory_file_system_gives_the_same_samples(folder):
+def without_package(url):
+    raise ImportError("Install s3fs to access S3")
+
+
+def test_memory_file_system_gives_the_same_samples(folder, monkeypatch):
     memory = fsspec.filesystem("memory")
     for path in folder.iterdir():
         memory.pipe_file(f"/bucket/cache/{path.name}", path.read_bytes())
@@ -58,6 +62,11 @@ def test_memory_file_system_gives_the_same_samples(folder):
     assert remote.bytes_read == local.bytes_read
     with pytest.raises(CacheMissingError, match=r"memory://elsewhere.*data cache"):
         CacheReader("memory://elsewhere")
+    with pytest.raises(CacheError, match="nosuch://bucket cannot be read"):
+        CacheReader("nosuch://bucket")
+    monkeypatch.setattr(fsspec.core, "url_to_fs", without_package)
+    with pytest.raises(CacheError, match="s3://bucket cannot be read: Install s3fs to access S3"):
+        CacheReader("s3://bucket")
 
 
 def test_threads_read_the_same_with_few_open_files(folder, monkeypatch):

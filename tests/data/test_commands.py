@@ -145,6 +145,10 @@ def test_an_interrupt_says_how_to_continue(model, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(module, "_answer", interrupted)
     assert main(["regenerate", *options(model, tmp_path)]) == 130
     assert "Continue with: python -m deepspec.data regenerate target=custom" in capsys.readouterr().err
+    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("RANK", "0")):
+        monkeypatch.setenv(name, value)
+    assert main(["regenerate", *options(model, tmp_path)]) == 130
+    assert "torchrun --standalone --nproc-per-node 2 -m deepspec.data regenerate" in capsys.readouterr().err
 
 
 def test_an_error_of_the_hub_is_one_line(model, tmp_path, monkeypatch, capsys):

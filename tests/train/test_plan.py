@@ -5,6 +5,7 @@ import torch
 
 from deepspec.train import plan
 from deepspec.train.setup import prepare
+from tests.models.drafting import drafter
 from tests.train import tiny_run
 
 
@@ -45,6 +46,14 @@ def test_sharding_offloading_and_recomputing_need_less_memory(run, monkeypatch):
     monkeypatch.setattr(run.drafter.hf_config, "num_hidden_layers", 3)
     three, recomputed = memory(1, zero=1), memory(1, zero=1, recompute=True)
     assert three - recomputed == 2 * (three - alone) // 2 - 2 * run.cfg.data.micro_tokens * 4 * 32
+
+
+def test_a_gemma_4_drafter_is_estimated_with_the_heads_of_its_own_layers(run):
+    import dataclasses
+
+    made = [drafter(family, layers=1) for family in ("qwen3", "gemma4")]  # 4 heads of 8, and of 16 in full layers
+    plain, gemma = (plan._activations(dataclasses.replace(run, drafter=each)) for each in made)
+    assert gemma - plain == run.cfg.data.micro_tokens * 4 * 4 * 4 * 8
 
 
 def test_the_table_names_the_recipe_and_stays_readable(run):
