@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from deepspec.models import drafter as drafters
 from deepspec.models import kv_cache
 from deepspec.models.baselines import CausalDrafter, PromptLookup
 from deepspec.models.decode import (
@@ -13,9 +14,12 @@ from deepspec.models.decode import (
     generate,
     prompt_problem,
 )
+from deepspec.models.drafter_config import DrafterConfig
+from deepspec.models.frozen_head import FrozenHead
 from deepspec.models.sampling import Distribution, Sampling
 from deepspec.models.target import Target
 from deepspec.models.verify import StaticSchedule
+from tests.models.drafting import shake
 from tests.tiny import FAMILIES, VOCAB, tiny_config, tiny_target
 
 
@@ -163,55 +167,118 @@ def test_sampled_result_of_a_prompt_does_not_depend_on_its_batch():
 
 
 SMALL_V = 5
+TEMPERATURES = [0.7, 1.0]
+SMALL_DRAFTERS = {
+    "random": None,
+    "dspark": dict(kind="dspark", layers=1, markov_rank=4),
+    "dspark-rnn": dict(kind="dspark", layers=1, markov_rank=4, markov_head="rnn"),
+    "dflash": dict(kind="dflash", layers=1),
+    "reduced": dict(kind="dspark", layers=1, markov_rank=4, draft_vocab_size=3),
+    "eagle3": dict(kind="eagle3", ttt_length=2),
+}
 
 
-def chi_square_z(target, drafter, count=6000, **kwargs):
-    """Standardised chi-square of (token 2, token 3) given by the loop against the target's exact joint distribution."""
-    sampling = Sampling(1.0)
-    counts = torch.zeros(SMALL_V, SMALL_V, SMALL_V)
-    prompt = [1, 3, 2]
+def small_drafter(target, name):
+    """A drafter of two tokens over SMALL_V, its weights far from the target's and from a fresh drafter's."""
+    options = SMALL_DRAFTERS[name]
+    if options is None:
+        return RandomDrafter(SMALL_V, 2)
+    cfg = DrafterConfig(block_size=2, **options)
+    draft_ids = [0, 2, 3] if cfg.draft_vocab_size else None
+    made = drafters.build(cfg, target.config, FrozenHead.of(target), target.taps, draft_ids=draft_ids)
+    return shake(made.eval())
+
+
+def chi_square_z(target, drafter, sampling, count=2500, **kwargs):
+    """Standardised chi-square of four tokens given by the loop against the target's exact joint distribution.
+
+    The first comes from the prefill, then two can be drafted. Texts expected fewer than five times are one cell.
+    """
+    assert (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0)
+    prompt, length = [1, 3, 2], 4
+    counts = torch.zeros([SMALL_V] * length)
     for completion in generate(
         target,
         [prompt] * count,
         drafter=drafter,
         sampling=sampling,
-        max_new_tokens=3,
+        max_new_tokens=length,
         batch_size=1000,
         stop_ids=(),
+        seed=1,
         **kwargs,
     ):
         counts[tuple(completion.tokens)] += 1
-    grid = torch.cartesian_prod(*[torch.arange(SMALL_V)] * 2)
-    texts = torch.cat([torch.tensor([prompt]).expand(len(grid), -1), grid], 1)
+    texts = torch.cartesian_prod(*[torch.arange(SMALL_V)] * length)
     with torch.no_grad():
-        p = target.model(input_ids=texts, use_cache=False).logits.double().softmax(-1)
-    first = p[0, 2]
-    second = p[:, 3].view(SMALL_V, SMALL_V, -1)[:, 0]
-    third = p[:, 4].view(SMALL_V, SMALL_V, -1)
-    expected = first[:, None, None] * second[:, :, None] * third * count
-    cells = expected.numel() - 1
-    return float((((counts - expected) ** 2 / expected).sum() - cells) / (2 * cells) ** 0.5)
+        ids = torch.cat([torch.tensor(prompt).expand(len(texts), -1), texts], 1)
+        logits = target.model(input_ids=ids, use_cache=False).logits[:, len(prompt) - 1 : -1].double()
+    p = (logits / sampling.temperature).softmax(-1).gather(-1, texts[..., None])[..., 0].prod(-1)
+    expected, seen = p * count, counts.flatten().double()
+    rare = expected < 5
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    seen = torch.cat([seen[~rare], seen[rare].sum()[None]])
+    cells = len(expected) - 1
+    assert cells > 20
+    return float((((seen - expected) ** 2 / expected).sum() - cells) / (2 * cells) ** 0.5)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("name", SMALL_DRAFTERS)
+def test_sampled_distribution_of_the_loop_is_the_targets(name, temperature):
+    target = untied_target(vocab_size=SMALL_V)
+    assert abs(chi_square_z(target, small_drafter(target, name), Sampling(temperature))) < 4
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"greedy_draft": True},
         {"confidence_threshold": 0.4},
         {"schedule": StaticSchedule(1)},
         {"block": 1},
     ],
-    ids=["block", "greedy_draft", "threshold", "schedule", "block_1"],
+    ids=["greedy_draft", "threshold", "schedule", "block_1"],
 )
-def test_sampled_distribution_of_the_loop_is_the_targets(options):
+def test_no_option_changes_the_sampled_distribution(options):
     target = untied_target(vocab_size=SMALL_V)
-    assert abs(chi_square_z(target, RandomDrafter(SMALL_V, 2), **options)) < 4
+    assert abs(chi_square_z(target, RandomDrafter(SMALL_V, 2), Sampling(0.7), **options)) < 4
 
 
 def test_the_distribution_test_notices_a_drafter_that_lies_about_q():
     target = untied_target(vocab_size=SMALL_V)
-    assert chi_square_z(target, RandomDrafter(SMALL_V, 2, lie=True)) > 10
+    assert chi_square_z(target, RandomDrafter(SMALL_V, 2, lie=True), Sampling(1.0)) > 10
+
+
+class Overheard:
+    """A drafter that keeps its proposals, each with its sampling and the same block at temperature 1."""
+
+    def __init__(self, inner):
+        self.inner, self.heard = inner, []
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def propose(self, state, anchor_B, sampling, uniforms_BG, length, greedy=False):
+        first = torch.zeros_like(uniforms_BG)  # the first token that is possible, at any temperature
+        mine, warm = (
+            self.inner.propose(state, anchor_B, each, first, length, greedy) for each in (sampling, Sampling(1.0))
+        )
+        self.heard.append((sampling, mine, warm))
+        return mine
+
+
+@pytest.mark.parametrize("name", SMALL_DRAFTERS)
+def test_the_drafter_proposes_at_the_temperature_of_the_run(name):
+    """Losslessness alone does not show it: a drafter that ignores the temperature is only accepted less often."""
+    target = untied_target(vocab_size=SMALL_V)
+    drafter = Overheard(small_drafter(target, name))
+    run(target, [[1, 3, 2], [4, 0]], drafter=drafter, sampling=Sampling(0.7), batch_size=2)
+    assert len(drafter.heard) > 2
+    for sampling, proposal, warm in drafter.heard:
+        assert sampling == Sampling(0.7)
+        assert torch.equal(proposal.tokens_BG, warm.tokens_BG)
+        torch.testing.assert_close(proposal.q.probs(), (warm.q.probs().log() / 0.7).softmax(-1))
 
 
 def test_a_stop_token_inside_an_accepted_block_ends_the_row():
