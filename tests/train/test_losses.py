@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from deepspec.train.losses import Coefficients, KnownTarget, LogitsHead, fused_loss
 from deepspec.train.row_plan import RowPlan
@@ -111,6 +113,44 @@ def test_values_and_gradients_equal_dense_autograd(markov, softcap, reduced):
             torch.testing.assert_close(getattr(losses, name), value, msg=lambda text, name=name: f"{name}: {text}")
         for mine, reference in zip(gradients(losses.total * 3, inputs), expected_gradients, strict=True):
             torch.testing.assert_close(mine, 3 * reference)
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return out
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["linear", "softcap"])
+@pytest.mark.parametrize("reduced", [False, True], ids=["full", "draft-vocabulary"])
+def test_no_tensor_holds_more_than_a_chunk_of_logits(softcap, reduced, monkeypatch):
+    """Chunks of 4 of 120 rows, forward and backward; everything but logits is far smaller than 4 of their rows."""
+    count, rows, width, target_words = 120, 4, 2, 400
+    ids_V = torch.arange(0, target_words, 2) if reduced else None
+    words = target_words if ids_V is None else len(ids_V)
+    g = torch.Generator().manual_seed(0)
+    inputs = {
+        "h_XD": torch.randn(count, width, generator=g, dtype=torch.float64).requires_grad_(),
+        "m_XR": torch.randn(count, width, generator=g, dtype=torch.float64).requires_grad_(),
+        "w2_VR": torch.randn(words, width, generator=g, dtype=torch.float64).requires_grad_(),
+        "head": LogitsHead(torch.randn(target_words, width, generator=g, dtype=torch.float64), softcap, ids_V),
+        "last_LD": torch.randn(count // 2, width, generator=g, dtype=torch.float64),
+        "index_X": torch.arange(count) // 2,
+        "labels_X": torch.randint(target_words, (count,), generator=g),
+        "weights": dict.fromkeys(TERMS, torch.ones(count, dtype=torch.float64)),
+    }
+    # tiles of two rows: each has two buffers
+    monkeypatch.setattr("deepspec.train.losses.CPU_TILE_BYTES", 2 * 8 * words)
+    for chunk_bytes, logits in ((rows * 8 * (words + target_words), rows), (None, count)):
+        with Largest() as largest:
+            fused(inputs, chunk_bytes=chunk_bytes).total.backward()
+        assert largest.elements == logits * words
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["linear", "softcap"])
