@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from deepspec.models import attention
 from deepspec.models import split_attention as split
 from deepspec.models.attention import attend
 from deepspec.models.masks import Blocks, dense_mask, training_blocks
@@ -126,6 +127,28 @@ def test_compiled_without_graph_breaks():
     (attend(*reference, blocks, 0.4) * 2).sum().backward()
     for mine, theirs in zip(arguments, reference, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_a_device_that_refuses_flex_gets_the_split_kernel_and_says_so_once(monkeypatch, caplog):
+    tried = []
+
+    def refused(q_BQHC, *rest):
+        tried.append(q_BQHC.shape[-1])
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(attention, "_flex", refused)
+    monkeypatch.setattr(attention, "_flex_refused", set())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "small card")
+    for dim in (8, 8, 16):
+        arguments = inputs(torch.float32, dim=dim)
+        out = attention._flex_or_split(*arguments, training(), 0.4)
+        torch.testing.assert_close(out, split.split_attention(*arguments, training(), 0.4), atol=0, rtol=0)
+    assert tried == [8, 16]  # another head dim is another kernel
+    assert [record.getMessage() for record in caplog.records] == [
+        f"flex attention failed on small card with head dim {dim}, using the split kernel: "
+        "out of resource: shared memory"
+        for dim in tried
+    ]
 
 
 def test_unknown_kernel_is_named():
