@@ -55,6 +55,28 @@ def test_the_published_numbers_of_qwen3_4b():
     assert "H100" in text
 
 
+def test_hours_and_memory_of_qwen3_4b_by_hand():
+    """1.3 M samples of 950 tokens: 1.235 G tokens, 864.5 M of them supervised.
+
+    Attention has 2·2560·4096 + 2·2560·1024 = 26 214 400 parameters, the MLP 3·2560·9728 = 74 711 040, the embedding
+    151 936·2560 = 388 956 160; a layer has 100 925 440 and 36 of them 3 633 315 840.
+    """
+    tied = estimate_from(qwen3_4b(), taps=5, samples=1_300_000, mean_tokens=950)
+    assert (tied.tokens, tied.states) == (1_235_000_000, 864_500_000)
+    # 2 · 3 633 315 840 · 1.235e9 = 8.9743e18 operations, at 40 % of the peak
+    hours = {"H100": 6.3015, "A100": 19.975, "L40S": 17.216, "RTX 4090": 37.771}
+    assert tied.capture_hours == pytest.approx(hours, rel=1e-4)
+    # 2 · (3 633 315 840 + 388 956 160) · 864.5e6 = 6.9545e18 operations, at 2 % of the peak
+    hours = {"H100": 97.665, "A100": 309.58, "L40S": 266.82, "RTX 4090": 585.40}
+    assert tied.generate_hours == pytest.approx(hours, rel=1e-4)
+    # 5 · 100 925 440 + 5 · 2560² parameters of 16 bytes, and 2 bytes of an embedding that is also the head
+    assert tied.drafter_parameters == 537_395_200
+    assert tied.drafter_bytes == {"weights and AdamW": 8_598_323_200, "frozen embedding and head": 777_912_320}
+    fields = {**QWEN3_4B, "tie_word_embeddings": False}
+    untied = estimate_from(AutoConfig.for_model(fields.pop("model_type"), **fields), taps=5, samples=1, mean_tokens=950)
+    assert untied.drafter_bytes["frozen embedding and head"] == 1_555_824_640
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama", "mistral"])
 def test_parameters_equal_a_real_models_but_for_norms_and_biases(family):
     model = tiny_model(family)
