@@ -90,8 +90,8 @@ class _Remote:
 class CacheReader:
     """An opened cache. Samples are numbered by ascending id, however many shards and processes made them.
 
-    Safe to use from several threads. Raises CacheMissingError, CacheVersionError, CacheDamagedError, or CacheError for a
-    URL that no installed package reads, on opening.
+    Safe to use from several threads. Raises CacheMissingError, CacheVersionError or CacheDamagedError on opening, and
+    CacheError for a URL that no installed package reads.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
