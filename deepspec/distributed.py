@@ -65,6 +65,15 @@ def sum_across_ranks(values: torch.Tensor) -> torch.Tensor:
     return total.to(values.dtype)
 
 
+def gathered(texts: list[str]) -> list[str]:
+    """The strings of all ranks, in their order."""
+    if world_size() == 1:
+        return texts
+    everyone: list[list[str]] = [[] for _ in range(world_size())]
+    dist.all_gather_object(everyone, texts)
+    return [text for one in everyone for text in one]
+
+
 def default_device() -> torch.device:
     """The accelerator torch reports for this rank, else the CPU."""
     if torch.accelerator.is_available():

@@ -151,9 +151,10 @@ class Filter:
             record["split"] = values["split"]
         questions = "\n".join(message["content"] for message in messages if message["role"] == "user")
         context = messages[0]["content"] + "\n" if messages[0]["role"] == "system" else ""
-        for message in messages if self.evaluation else ():
-            if message["role"] == "user" and (found := self.evaluation.match(message["content"])) is not None:
-                raise RowError("contaminated", found)
+        for message in messages:
+            if self.evaluation is not None and message["role"] == "user":
+                if (found := self.evaluation.match(message["content"])) is not None:
+                    raise RowError("contaminated", found)
         if (reason := self.copies.seen(context + questions)) is not None:
             raise RowError(reason)
         if record["id"] in self.ids:

@@ -146,6 +146,18 @@ def identity(cfg: TrainConfig, taps: tuple[int, ...], loader: Loader) -> dict[st
     }
 
 
+def same_on_all_ranks(run: Prepared, identity: dict[str, Any]) -> None:
+    """Raise ResumeError where ranks see different checkpoints or data: they would train on in silence, apart."""
+    step = 0 if run.state is None else run.state.progress.step
+    everyone = distributed.gathered([f"step {step}, samples {identity['digest of the samples']}"])
+    if len(set(everyone)) > 1:
+        seen = "; ".join(f"rank {rank}: {facts}" for rank, facts in enumerate(everyone))
+        raise checkpoint.ResumeError(
+            f"ranks do not see the same run and data ({seen}): {run.cfg.folder} and {run.cfg.data.path} must be on a "
+            "file system that all nodes share"
+        )
+
+
 def _target(cfg: TrainConfig, device: torch.device) -> Target | None:
     """The whole target, where a run needs it: for online data, and on the main rank for real decoding."""
     if cfg.data.source == "online" or (cfg.train.decode_every and distributed.is_main()):

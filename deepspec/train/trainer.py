@@ -23,7 +23,7 @@ from deepspec.train.checkpoint import BEST, LAST, Progress
 from deepspec.train.engine import Engine
 from deepspec.train.objectives import denominators
 from deepspec.train.schedule import factor
-from deepspec.train.setup import Prepared, identity
+from deepspec.train.setup import Prepared, identity, same_on_all_ranks
 from deepspec.train.tracking import Tracker
 
 
@@ -48,7 +48,7 @@ class Trainer:
         self.module: Any = self.engine.module
         self.progress = Progress(identity=identity(self.cfg, run.drafter.taps, self.loader))
         self.average = None if self.cfg.optim.ema is None else Average(run.drafter, self.cfg.optim.ema)
-        self._compare_ranks()
+        same_on_all_ranks(run, self.progress.identity)
         if run.state is not None:
             self._resume(run.state)
             run.state = None  # its file is not held open: it will be replaced
@@ -171,7 +171,7 @@ class Trainer:
             id for batch, value in zip(batches, losses, strict=True) if not _finite(float(value)) for id in batch.ids
         ]
         own = own or [id for batch in batches for id in batch.ids]
-        ids = sorted(_gather(own))
+        ids = sorted(distributed.gathered(own))
         self._log("skip", {"loss": loss, "grad_norm": grad_norm, "samples": ids[:32]})
         say(f"step {self.progress.step}: loss {loss}, gradient norm {grad_norm}: update skipped; samples {_some(ids)}")
         if self.bad_in_a_row >= self.cfg.train.max_skips:
@@ -294,18 +294,6 @@ class Trainer:
         say(f"  decoded:  τ {tau:.3f} (expected {expected:.3f})")
         return failed
 
-    def _compare_ranks(self) -> None:
-        """Raise ResumeError where ranks see different checkpoints or data: they would train on in silence, apart."""
-        step = 0 if self.run.state is None else self.run.state.progress.step
-        mine = f"step {step}, samples {self.progress.identity['digest of the samples']}"
-        everyone = _gather([mine])
-        if len(set(everyone)) > 1:
-            seen = "; ".join(f"rank {rank}: {facts}" for rank, facts in enumerate(everyone))
-            raise checkpoint.ResumeError(
-                f"ranks do not see the same run and data ({seen}): {self.cfg.folder} and {self.cfg.data.path} must be "
-                "on a file system that all nodes share"
-            )
-
     def _resume(self, state: checkpoint.TrainingState) -> None:
         self.progress = dataclasses.replace(state.progress, identity=self.progress.identity)
         self.engine.restore(
@@ -400,12 +388,3 @@ def _finite(value: float) -> bool:
 
 def _some(ids: list[str]) -> str:
     return ", ".join(ids[:8]) + (f" … ({len(ids)})" if len(ids) > 8 else "")
-
-
-def _gather(ids: list[str]) -> list[str]:
-    """Strings of all ranks."""
-    if distributed.world_size() == 1:
-        return ids
-    everyone: list[list[str]] = [[] for _ in range(distributed.world_size())]
-    torch.distributed.all_gather_object(everyone, ids)
-    return [id for one in everyone for id in one]

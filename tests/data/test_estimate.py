@@ -64,10 +64,10 @@ def test_hours_and_memory_of_qwen3_4b_by_hand():
     tied = estimate_from(qwen3_4b(), taps=5, samples=1_300_000, mean_tokens=950)
     assert (tied.tokens, tied.states) == (1_235_000_000, 864_500_000)
     # 2 · 3 633 315 840 · 1.235e9 = 8.9743e18 operations, at 40 % of the peak
-    hours = {"H100": 6.3015, "A100": 19.975, "L40S": 17.216, "RTX 4090": 37.771}
+    hours = {"B200": 2.7699, "H200": 6.3015, "H100": 6.3015, "A100": 19.975, "L40S": 17.216, "RTX 4090": 37.771}
     assert tied.capture_hours == pytest.approx(hours, rel=1e-4)
     # 2 · (3 633 315 840 + 388 956 160) · 864.5e6 = 6.9545e18 operations, at 2 % of the peak
-    hours = {"H100": 97.665, "A100": 309.58, "L40S": 266.82, "RTX 4090": 585.40}
+    hours = {"B200": 42.929, "H200": 97.665, "H100": 97.665, "A100": 309.58, "L40S": 266.82, "RTX 4090": 585.40}
     assert tied.generate_hours == pytest.approx(hours, rel=1e-4)
     # 5 · 100 925 440 + 5 · 2560² parameters of 16 bytes, and 2 bytes of an embedding that is also the head
     assert tied.drafter_parameters == 537_395_200

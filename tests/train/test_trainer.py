@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from deepspec import distributed
 from deepspec.data.cache import CacheMismatchError
 from deepspec.models import drafter as drafters
 from deepspec.models.frozen_head import FrozenHead
 from deepspec.train import checkpoint, setup, tracking
-from deepspec.train import trainer as trainers
 from deepspec.train.config import TrainConfigError
 from deepspec.train.trainer import Interrupted, NonFiniteError
 from tests.train import tiny_run
@@ -385,7 +385,7 @@ def test_ranks_that_see_another_run_or_other_data_are_told(folder, monkeypatch):
     def two_ranks(mine):
         return [*mine, "step 40, samples abc"]
 
-    monkeypatch.setattr(trainers, "_gather", two_ranks)
+    monkeypatch.setattr(distributed, "gathered", two_ranks)
     with pytest.raises(checkpoint.ResumeError, match=r"rank 0: step 0, .*rank 1: step 40, samples abc"):
         tiny_run.trainer(tiny_run.config(folder, name="apart"))
 
