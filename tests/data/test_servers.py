@@ -18,13 +18,13 @@ def fine(number, body):
     return None
 
 
-def engine(servers, stamp=STAMP, **options):
+def engine(servers, stamp=STAMP, longest_pause=0.2, **options):
     config = RegenerateConfig(
         engine="openai",
         servers=[server.url for server in servers],
         **{"timeout": 5.0, "concurrency": 4, "attempts": 3, **options},
     )
-    return ServersEngine(config, stamp, pause=0.01, longest_pause=0.2)
+    return ServersEngine(config, stamp, pause=0.01, longest_pause=longest_pause)
 
 
 def requests(count):
@@ -120,9 +120,11 @@ def test_a_request_that_always_fails_ends_after_its_tries():
 def test_a_bad_server_is_left_alone_and_the_other_does_the_work(trouble):
     with serving(lambda number, body: trouble, fine) as servers:
         bad, good = servers
-        found = answers(engine(servers, timeout=0.3, attempts=10), requests(40))
+        timeout = 1.0 if trouble == "hang" else 5.0
+        # pauses that keep doubling: the bad one is asked a few times however slow this machine is
+        found = answers(engine(servers, longest_pause=60.0, timeout=timeout, attempts=10), requests(40))
         assert_echoes(found, 40)
-        assert len(good.bodies) == 40
+        assert len(good.seen) == 40  # one may have been asked twice, on a machine too busy to answer in time
         assert len(bad.bodies) < 25
 
 
