@@ -14,15 +14,18 @@ def results():
 
 
 def test_one_drafter(results):
-    one = table.drafter_table(table.headline(results)[0], 0.0)
+    item = table.headline(results)[0]
+    one = table.drafter_table(item, 0.0)
     assert [row[0] for row in one.rows] == ["gsm8k", "mbpp", "alpaca", "average"]
-    data = results["variants"][-1]["datasets"]["mbpp"]
     assert one.title == "dspark: block 7, batch 1, temperature 0"
     row = one.rows[1]
     assert row[7] == "5 of 6 (+1 ties)"
     assert one.rows[-1][7] == "17 of 18 (+1 ties)"
     assert len(row[3].split()) == 7
-    assert f"{data['tau']['value']:.2f}".split(".")[0].isdigit()
+    tau = item["datasets"]["mbpp"]["tau"]
+    assert 1 < tau["low"] < tau["value"] < tau["high"] < 8
+    assert row[2] == f"{tau['value']:.2f} ({tau['low']:.2f}–{tau['high']:.2f})" == table.spread(tau)
+    assert one.rows[-1][2] == table.spread(item["macro"]["tau"])
 
 
 def test_rows_have_the_headers_width_and_text_is_aligned(results):
