@@ -152,15 +152,17 @@ class Filter:
         questions = "\n".join(message["content"] for message in messages if message["role"] == "user")
         context = messages[0]["content"] + "\n" if messages[0]["role"] == "system" else ""
         for message in messages:
-            if self.evaluation is not None and message["role"] == "user":
-                if (found := self.evaluation.match(message["content"])) is not None:
-                    raise RowError("contaminated", found)
+            if message["role"] == "user" and (found := self._evaluation_prompt(message["content"])) is not None:
+                raise RowError("contaminated", found)
         if (reason := self.copies.seen(context + questions)) is not None:
             raise RowError(reason)
         if record["id"] in self.ids:
             raise RowError("duplicate id")
         self.ids.add(record["id"])
         return record
+
+    def _evaluation_prompt(self, question: str) -> str | None:
+        return None if self.evaluation is None else self.evaluation.match(question)
 
 
 def _tools(value: Any) -> list[Any] | None:
