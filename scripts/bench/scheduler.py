@@ -29,13 +29,15 @@ from deepspec.eval.scheduler import make_schedule
 from deepspec.eval.simulation import Serving, policy_of, simulate
 from deepspec.eval.sps import SPSProfile, SPSTable, load_profile, roofline
 
+SCHEDULES = ("static", "threshold", "causal", "plateau", "async")
+
 
 def overhead(requests: int = 256, block: int = 7) -> dict[str, float]:
     """Best and median µs of one call, on confidences like a drafter's."""
     stream = synthetic(64, block=block, difficulty=DOMAINS["mix"])
     confidence_RG = stream.confidence_TG[:requests].copy()
     found = {}
-    for name in ("static", "threshold", "causal", "plateau", "async"):
+    for name in SCHEDULES:
         scheduler = make_schedule(name, sps=roofline(), length=3)
         samples = [
             value / 20 * 1e6 for value in timeit.repeat(lambda s=scheduler: s(confidence_RG), number=20, repeat=500)
@@ -125,8 +127,10 @@ def decode(options: argparse.Namespace) -> list[dict[str, Any]]:
         show(rows, {"batch": batch, "schedule": "plain", "rate": plain.rate, **plain.parts})
         full = None
         lengths = sorted({drafter.block_size, 5, 3, 1} & set(range(1, drafter.block_size + 1)), reverse=True)
-        for name in (*(f"static-{length}" for length in lengths), "threshold", "causal", "plateau", "async"):
+        for name in (*(f"static-{length}" for length in lengths), *SCHEDULES[1:]):
             policy, _, length = name.partition("-")
+            if policy not in options.schedules:
+                continue
             seen = profile.rounds_at(context, batch)
             schedule = make_schedule(policy, sps=seen, length=int(length or 0), threshold=0.2)
             found = decode_once(target, prompts, drafter, batch, options.tokens, schedule)
@@ -181,6 +185,7 @@ def main() -> None:
     parser.add_argument(
         "--batch-sizes", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 16, 32]
     )
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--output", type=Path, help="JSON")
     options = parser.parse_args()
