@@ -33,7 +33,8 @@ def port() -> int:
 
 
 def launch(ranks: int, arguments: list[str], *launcher: str) -> subprocess.Popen:
-    options = launcher or ("--master-port", str(port()))
+    # its own rendezvous on a port that the launcher keeps from the moment it chose it
+    options = launcher or ("--standalone", "--local-addr", "127.0.0.1")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *options, str(MAIN)]
     return subprocess.Popen(
         [*command, *arguments], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
