@@ -111,8 +111,8 @@ class TransformersEngine:
                     ) from error
                 self.batch_size //= 2
                 print(f"out of memory: going on with regenerate.batch_size={self.batch_size}", flush=True)
-                if self.target.device.type != "cpu":
-                    torch.accelerator.empty_cache()
+            if left and self.target.device.type != "cpu":
+                torch.accelerator.empty_cache()  # not while the error lives, whose frames hold what is to be freed
 
     def _complete(self, prompts: dict[int, list[int]]) -> Iterator[Completion]:
         return generate(

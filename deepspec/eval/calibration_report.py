@@ -21,17 +21,15 @@ def calibrate(
 ) -> Table:
     """Fit every method on some prompts and judge it on the others.
 
-    Returns "method" (the one asked for, or that of METHODS which ``choose`` finds best without the judging prompts, so
-    that its figures on them are of prompts that had no say) with its
-    "temperatures" and "shifts", "scales" (those of every method), "positions" (before and after with intervals),
-    "comparison" (mean ECE of the survivals by method), "floor" (the mean ECE that chance alone gives exact confidences
-    on so many rounds), "best", "reliability", "sweep" and the counts. Raises RoundsError when there is too little to
-    fit.
+    Returns "method" (the one asked for, or that of METHODS which ``choose`` finds best without the judging prompts)
+    with its "temperatures" and "shifts", "scales" (those of every method), "positions" (before and after with
+    intervals), "comparison" (mean ECE of the survivals by method), "floor" (the mean ECE that chance alone gives exact
+    confidences on so many rounds), "best", "reliability", "sweep" and the counts. Raises RoundsError when there is too
+    little to fit.
     """
     fit, test = rounds.split(seed, test_share)
     calibration.check(fit)
     calibration.check(test)
-    block = rounds.block_size
     scales = fit_scales(fit)
     raw_NG = np.asarray(test.confidence_NG, dtype=np.float64)
     methods = {
@@ -45,8 +43,7 @@ def calibrate(
         comparison[name] = {"mean_ece": float(np.mean(errors)), "ece": errors}
     chosen = method or choose(fit, seed)
     after_NG = methods[chosen]
-    before = calibration.judge(test, raw_NG, resamples=resamples, seed=seed)
-    after = calibration.judge(test, after_NG, resamples=resamples, seed=seed)
+    judged = [calibration.judge(test, each, resamples=resamples, seed=seed) for each in (raw_NG, after_NG)]
     return {
         "method": chosen,
         **scales[chosen].fields(),
@@ -60,21 +57,19 @@ def calibrate(
                 "temperature": scales[chosen].temperatures[k],
                 "shift": scales[chosen].shifts[k],
                 "fitted": calibration.identified(fit, k),
-                "before": {name: _plain(interval) for name, interval in before[k].items()},
-                "after": {name: _plain(interval) for name, interval in after[k].items()},
+                **{
+                    side: {name: _plain(interval) for name, interval in entries[k].items()}
+                    for side, entries in zip(("before", "after"), judged, strict=True)
+                },
             }
-            for k in range(block)
+            for k in range(rounds.block_size)
         ],
         "comparison": comparison,
         "floor": float(np.mean(calibration.floors_of(test, after_NG))),
         "best": min(comparison, key=lambda name: comparison[name]["mean_ece"]),
         "reliability": [
-            {
-                "position": k + 1,
-                "before": reliability(test, raw_NG, k),
-                "after": reliability(test, after_NG, k),
-            }
-            for k in range(block)
+            {"position": k + 1, "before": reliability(test, raw_NG, k), "after": reliability(test, after_NG, k)}
+            for k in range(rounds.block_size)
         ],
         "sweep": {"before": sweep(test, raw_NG), "after": sweep(test, after_NG)},
     }

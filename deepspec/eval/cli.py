@@ -110,6 +110,25 @@ def _decoding(group: argparse._ArgumentGroup) -> None:
         metavar="K",
         help="also run these block lengths (no value: every one up to the trained) and name the fastest",
     )
+    _verifying(group)
+    group.add_argument(
+        "--batch-size",
+        nargs="+",
+        type=int,
+        default=[1],
+        metavar="B",
+        help="prompts decoded together; several values are all run, tables show the first (default: 1)",
+    )
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=suites.SAMPLE_SEED,
+        help="of the sample of prompts, the draws and the intervals (default: %(default)s)",
+    )
+
+
+def _verifying(group: argparse._ArgumentGroup) -> None:
+    """How many of the drafted tokens are verified."""
     group.add_argument(
         "--confidence-threshold",
         type=float,
@@ -130,20 +149,6 @@ def _decoding(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--sps", type=Path, metavar="FILE", help="steps per second of the target: python -m deepspec.eval.profile"
-    )
-    group.add_argument(
-        "--batch-size",
-        nargs="+",
-        type=int,
-        default=[1],
-        metavar="B",
-        help="prompts decoded together; several values are all run, tables show the first (default: 1)",
-    )
-    group.add_argument(
-        "--seed",
-        type=int,
-        default=suites.SAMPLE_SEED,
-        help="of the sample of prompts, the draws and the intervals (default: %(default)s)",
     )
 
 

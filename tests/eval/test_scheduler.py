@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -129,20 +130,23 @@ def test_global_search_is_the_optimum_on_steps(seed: int) -> None:
     assert goodput(ranking, 3, sps.curve(12))[budget] == pytest.approx(best, rel=1e-6)
 
 
+def falls_with_load(scheduled: Callable[[np.ndarray], np.ndarray], confidence: np.ndarray) -> None:
+    """No request gets more when others join; copies of the same requests get less in the end."""
+    previous = np.full(1, 7)
+    for rows in range(1, 41):
+        lengths = scheduled(confidence[:rows])
+        assert (lengths[: len(previous)] <= previous).all()
+        previous = lengths
+    copies = [scheduled(np.tile(confidence[:4], (n, 1))).sum() / n for n in (1, 2, 4, 8)]
+    assert copies == sorted(copies, reverse=True)
+    assert copies[0] > copies[-1]
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_more_load_never_gives_a_request_more_on_smooth_curves(seed: int) -> None:
     random = np.random.default_rng(seed)
-    sps = smooth(400, 1.0, random.random() * 0.1)
-    scheduler = Causal(sps)
-    confidence = random.random((40, 7)) ** 0.3
-    previous = np.full(1, 7)
-    for rows in range(1, 41):
-        lengths = scheduler(confidence[:rows])
-        assert (lengths[: len(previous)] <= previous).all()
-        previous = lengths
-    copies = [scheduler(np.tile(confidence[:4], (n, 1))).sum() / n for n in (1, 2, 4, 8)]
-    assert copies == sorted(copies, reverse=True)
-    assert copies[0] > copies[-1]
+    scheduler = Causal(smooth(400, 1.0, random.random() * 0.1))
+    falls_with_load(scheduler, random.random((40, 7)) ** 0.3)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -150,20 +154,12 @@ def test_under_more_load_async_settles_on_no_more_for_a_request(seed: int) -> No
     """Once its two steps of history are of the same load; its optimum is over all budgets, so on stairs it may rise."""
     random = np.random.default_rng(seed)
     sps = smooth(400, 1.0, random.random() * 0.1)
-    confidence = random.random((40, 7)) ** 0.3
 
     def settled(confidence_RG: np.ndarray) -> np.ndarray:
         scheduler = Async(sps)
         return [scheduler(confidence_RG) for _ in range(3)][-1]
 
-    previous = np.full(1, 7)
-    for rows in range(1, 41):
-        lengths = settled(confidence[:rows])
-        assert (lengths[: len(previous)] <= previous).all()
-        previous = lengths
-    copies = [settled(np.tile(confidence[:4], (n, 1))).sum() / n for n in (1, 2, 4, 8)]
-    assert copies == sorted(copies, reverse=True)
-    assert copies[0] > copies[-1]
+    falls_with_load(settled, random.random((40, 7)) ** 0.3)
 
 
 def test_an_edge_of_a_step_stops_causal_but_not_plateau_nor_async() -> None:
