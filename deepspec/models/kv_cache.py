@@ -1,7 +1,14 @@
-"""Preallocated key-value slabs with one length per row, for drafters and targets. Knows no attention and no models
-(ragged.py joins it to transformers).
+"""Preallocated key-value slabs with one length per row, for drafters and targets.
 
-Letters: n active rows, K key-value heads, L cached positions in view, T new tokens, C head dim.
+A slab of one layer, three active rows of a capacity of four:
+
+    row 0   k k k k k k k k . . . . | x        k  valid position (below the row's length)
+    row 1   k k k s s s . . . . . . | x        s  stale: left behind by a rollback, masked by whoever reads
+    row 2   k k k k k . . . . . . . | x        .  never written, zero
+    (free)  . . . . . . . . . . . . | x        x  swallows the writes of padding
+
+Rolling back is lowering a length. Shapes: n active rows, K key-value heads, L cached positions in view, T new tokens,
+C head dimension.
 """
 
 from collections.abc import Sequence
@@ -42,17 +49,22 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        heads, dims = _per_layer(kv_heads, num_layers, "kv_heads"), _per_layer(head_dim, num_layers, "head_dim")
-        self.capacity, self.max_length, self.device = rows, max_length, torch.device(device)
+        heads_of_layers = _per_layer(kv_heads, num_layers, "kv_heads")
+        dims_of_layers = _per_layer(head_dim, num_layers, "head_dim")
+        self.capacity = rows
+        self.max_length = max_length
+        self.device = torch.device(device)
         self.rows = 0
         self._parent: KVCache | None = None
         self._first_row = 0
         positions = min(max_length, _FIRST_POSITIONS)
         # Zeros, not empty: a masked position still multiplies its value, and 0·NaN would be NaN.
         self.keys = [
-            torch.zeros(rows, k, positions + 1, c, dtype=dtype, device=device) for k, c in zip(heads, dims, strict=True)
+            torch.zeros(rows, heads, positions + 1, dim, dtype=dtype, device=device)
+            for heads, dim in zip(heads_of_layers, dims_of_layers, strict=True)
         ]
         self.values = [torch.zeros_like(slab) for slab in self.keys]
+        # Lengths live twice, so that the host can plan a forward without waiting for the device.
         self._host = torch.zeros(rows, dtype=torch.long)
         self._device = self._host if self.device.type == "cpu" else self._host.to(self.device)
 
@@ -86,11 +98,15 @@ class KVCache:
         if not 0 <= start <= stop <= self.rows:
             raise CacheFullError(f"rows {start}:{stop} are not among the {self.rows} active rows")
         view = KVCache.__new__(KVCache)
-        view.capacity = view.rows = stop - start
-        view.max_length, view.device = self.max_length, self.device
-        view._parent, view._first_row = self, start
+        view.capacity = stop - start
+        view.rows = stop - start
+        view.max_length = self.max_length
+        view.device = self.device
+        view._parent = self
+        view._first_row = start
         view._share_slabs()
-        view._host, view._device = self._host[start:stop], self._device[start:stop]
+        view._host = self._host[start:stop]
+        view._device = self._device[start:stop]
         return view
 
     def _share_slabs(self) -> None:
@@ -109,12 +125,15 @@ class KVCache:
             self._parent.reserve(positions)
             self._share_slabs()
             return
-        wanted, used = min(self.max_length, max(positions, 2 * self.positions)), self.positions
+        used = self.positions
+        # Doubling makes the copies rare.
+        wanted = min(self.max_length, max(positions, 2 * used))
         for slabs in (self.keys, self.values):
             for layer, slab in enumerate(slabs):
-                grown = slab.new_zeros(*slab.shape[:2], wanted + 1, slab.shape[3])
-                grown[: self.rows, :, :used] = slab[: self.rows, :, :used]
-                slabs[layer] = grown
+                rows, heads, _, dim = slab.shape
+                larger = slab.new_zeros(rows, heads, wanted + 1, dim)
+                larger[: self.rows, :, :used] = slab[: self.rows, :, :used]
+                slabs[layer] = larger
 
     def add(self, count: int = 1) -> slice:
         """Activate ``count`` rows of length 0 and return their range; CacheFullError beyond the capacity."""
@@ -168,24 +187,32 @@ class KVCache:
         """Write T new positions after each row's length; entries at or past ``counts_n`` (device) are padding and are
         dropped. Lengths change only in ``advance``."""
         tokens = k_nKTC.shape[2]
-        host = self.host_lengths
-        needed = self.longest + tokens
+        start = self.longest
+        needed = start + tokens
+        # Padding may reach past max_length: it is dropped, so no room is needed for it.
         self.reserve(needed if counts_n is None else min(needed, self.max_length))
-        keys, values = self.keys[layer][: self.rows], self.values[layer][: self.rows]
-        if counts_n is None and int(host.min()) == (start := int(host.max())):
+        keys = self.keys[layer][: self.rows]
+        values = self.values[layer][: self.rows]
+        equal_lengths = int(self.host_lengths.min()) == start
+        if counts_n is None and equal_lengths:
             keys[:, :, start : start + tokens] = k_nKTC
             values[:, :, start : start + tokens] = v_nKTC
             return
-        steps = torch.arange(tokens, device=self.device)
-        positions_nT = (self.lengths[:, None] + steps).clamp_max_(self.positions)
+        steps_T = torch.arange(tokens, device=self.device)
+        positions_nT = (self.lengths[:, None] + steps_T).clamp_max_(self.positions)
         if counts_n is not None:
-            positions_nT = positions_nT.masked_fill_(steps >= counts_n[:, None], self.positions)
+            padding_nT = steps_T >= counts_n[:, None]
+            positions_nT = positions_nT.masked_fill_(padding_nT, self.positions)
         rows_n1 = torch.arange(self.rows, device=self.device)[:, None]
         keys[rows_n1, :, positions_nT] = k_nKTC.transpose(1, 2)
         values[rows_n1, :, positions_nT] = v_nKTC.transpose(1, 2)
 
     def view(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, K, L, C] of the active rows, L = longest length. Positions past a row's length are stale:
-        mask them."""
+        """Keys and values [n, K, L, C] of the active rows, L = longest length.
+
+        Positions past a row's length are stale: mask them.
+        """
         stop = self.longest
-        return self.keys[layer][: self.rows, :, :stop], self.values[layer][: self.rows, :, :stop]
+        keys = self.keys[layer][: self.rows, :, :stop]
+        values = self.values[layer][: self.rows, :, :stop]
+        return keys, values

@@ -1,9 +1,15 @@
-"""Ragged forwards of unmodified transformers models: rows with different numbers of new tokens and different cached
-lengths run as one flat sequence, so padding costs nothing outside attention. Uses transformers' pluggable attention
-and cache interfaces; knows no model.
+"""Ragged forwards of unmodified transformers models.
 
-Letters: B rows, T longest number of new tokens, N = Σ new tokens, L keys in view, H query heads, K key-value heads,
-C head dim.
+Rows with different numbers of new tokens and different cached lengths run as one flat sequence, so padding costs
+nothing outside attention:
+
+    new tokens [B, T]          flat [1, N], through every linear layer        attention [B, T] over [B, L]
+    a0 a1 a2 a3                                                               row 0: cached keys of a, then a0 … a3
+    b0 b1 .  .          →      a0 a1 a2 a3 b0 b1 c0                    →      row 1: cached keys of b, then b0 b1
+    c0 .  .  .                                                                row 2: cached keys of c, then c0
+
+It plugs into transformers' attention and cache interfaces. Shapes: B rows, T longest number of new tokens,
+N = Σ new tokens, L keys in view, H query heads, K key-value heads, C head dimension.
 """
 
 from typing import Any
@@ -35,13 +41,19 @@ class RaggedPlan:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.counts, self.windows, self.cache, self.device, self.dtype = counts, windows, cache, device, dtype
-        self.rows, self.width = len(counts), max(counts)
-        self.uniform = min(counts) == self.width
+        self.counts = counts
+        self.windows = windows
+        self.cache = cache
+        self.device = device
+        self.dtype = dtype
+        self.rows = len(counts)
+        self.width = max(counts)
         starts = [0] * self.rows if cache is None else cache.host_lengths.tolist()
+        # uniform: no row is padded. fresh: nothing is cached yet. start: the cached length, where all rows share it.
+        self.uniform = min(counts) == self.width
         self.fresh = not any(starts)
-        self.total = max(start + count for start, count in zip(starts, counts, strict=True))
         self.start = starts[0] if self.uniform and min(starts) == max(starts) else None
+        self.total = max(start + count for start, count in zip(starts, counts, strict=True))
         steps_T = torch.arange(self.width, device=device)
         if self.fresh:
             self.positions_BT = steps_T.expand(self.rows, -1)
@@ -75,7 +87,10 @@ class RaggedPlan:
         return self.flatten(self.positions_BT)
 
     def mask(self, window: int | None, repeats: int) -> Tensor | None:
-        """Additive mask [B or 1, 1, repeats·T, L]; None where plain causal attention from position 0 says the same."""
+        """Additive mask [B or 1, 1, repeats·T, L], or None where the kernel needs none.
+
+        None means plain causal attention from position 0, or a single query that sees every key.
+        """
         key = (window, repeats)
         if key not in self._masks:
             self._masks[key] = self._make_mask(window, repeats)
@@ -83,7 +98,7 @@ class RaggedPlan:
 
     def _make_mask(self, window: int | None, repeats: int) -> Tensor | None:
         if self.fresh and window is None and repeats == 1:
-            return None
+            return None  # the kernel's own causal mask is the right one
         if self.width == 1 and self.start is not None and (window is None or self.total <= window):
             return None  # every row is one query that sees every key in view
         positions = self.positions_BT[:1] if self.fresh else self.positions_BT
@@ -125,20 +140,24 @@ class RaggedPlan:
         """Attention of the flat queries over each row's keys (flat like the queries without a cache); [1, N, H, C]."""
         q_BHTC = self._padded(query_1HNC)
         if self.cache is None:
-            k_BKLC, v_BKLC = self._padded(k_BKLC), self._padded(v_BKLC)
-        heads, groups = q_BHTC.shape[1], q_BHTC.shape[1] // k_BKLC.shape[1]
+            k_BKLC = self._padded(k_BKLC)
+            v_BKLC = self._padded(v_BKLC)
+        heads = q_BHTC.shape[1]
+        groups = heads // k_BKLC.shape[1]
         packed = groups > 1 and self.width <= _PACK_TOKENS
         if packed:
+            # The heads of a group become further queries: [B, K, groups·T, C].
             q_BHTC = q_BHTC.unflatten(1, (-1, groups)).flatten(2, 3)
         elif groups > 1:
-            k_BKLC, v_BKLC = k_BKLC.repeat_interleave(groups, 1), v_BKLC.repeat_interleave(groups, 1)
+            k_BKLC = k_BKLC.repeat_interleave(groups, 1)
+            v_BKLC = v_BKLC.repeat_interleave(groups, 1)
         mask = self.mask(window, groups if packed else 1)
         causal = mask is None and self.width > 1
-        out = F.scaled_dot_product_attention(q_BHTC, k_BKLC, v_BKLC, attn_mask=mask, is_causal=causal, scale=scale)
+        out_BHTC = F.scaled_dot_product_attention(q_BHTC, k_BKLC, v_BKLC, attn_mask=mask, is_causal=causal, scale=scale)
         if packed:
-            out = out.unflatten(2, (groups, self.width)).flatten(1, 2)
-        assert out.shape[1] == heads
-        return self.flatten(out.transpose(1, 2))
+            out_BHTC = out_BHTC.unflatten(2, (groups, self.width)).flatten(1, 2)
+        assert out_BHTC.shape[1] == heads
+        return self.flatten(out_BHTC.transpose(1, 2))
 
 
 class RaggedCache(Cache):
