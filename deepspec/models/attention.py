@@ -1,7 +1,7 @@
-"""attend(): the only kernel dispatch of the drafters. Knows queries, keys and visibility, not weights or rotary.
+"""Kernel dispatch of the drafters' attention, the only place that chooses one.
 
-Context and own-block keys are softmaxed together but never laid out together: no block ever holds keys of another.
-Shapes: B rows, Q = N·G queries, S context keys, O = N·J own keys, H query heads, K key-value heads, C head dim.
+Context keys and own-block keys are softmaxed together but never laid out together, so no block ever holds another's.
+Shapes: B rows, Q = N·G queries, S context keys, O = N·J own keys, H query heads, K key-value heads, C head dimension.
 """
 
 import functools

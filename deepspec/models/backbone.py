@@ -1,8 +1,18 @@
-"""Draft layers and backbone: target features enter every layer as extra keys and values (DFlash §3).
+"""Draft layers and backbone of the block drafters (DFlash, arXiv 2602.06036, section 3).
+
+The target's hidden states enter every draft layer as extra keys and values:
+
+    taps [B, S, F] → fc → hidden_norm → H_ctx ──┬── layer 0: k_proj, v_proj ──▶ context keys and values of layer 0
+                                                ├── layer 1: k_proj, v_proj ──▶ context keys and values of layer 1
+                                                └── …
+    block inputs [B, Q, D] → layer 0 → layer 1 → … → norm → hidden states for the head
+                             each layer attends to its context keys and to the keys of the query's own block
 
 Norms, MLPs and rotary embeddings are those of the target's family, borrowed from transformers; only the attention over
-injected context is new. One forward trains on N anchors and drafts one block. Knows no heads, no tokens and no loss.
-Shapes: B rows, S context tokens, Q = N·G draft queries, D hidden size, F = M·D taps, H/K heads, C head dim.
+injected context is new. One forward trains on N anchors and drafts one block.
+
+Shapes: B rows, S context tokens, Q = N·G draft queries, D hidden size, F = M·D taps, H query heads, K key-value heads,
+C head dimension.
 """
 
 import functools
@@ -90,33 +100,49 @@ class DraftAttention(nn.Module):
     def __init__(self, config: Any, style: Style, inputs: int, qk_norm: bool = True) -> None:
         super().__init__()
         layer = config.per_layer_config[0] if style.scalar else config
-        self.head_dim, self.kv_heads, self.heads = layer.head_dim, layer.num_key_value_heads, config.num_attention_heads
-        keys_are_values = style.scalar and config.attention_k_eq_v and config.layer_types[0] == "full_attention"
+        self.head_dim = layer.head_dim
+        self.kv_heads = layer.num_key_value_heads
+        self.heads = config.num_attention_heads
         self.scale = _attention_scale(config, style, self.head_dim)
-        width, bias = self.kv_heads * self.head_dim, bool(config.attention_bias)
-        self.q_proj = nn.Linear(inputs, self.heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(inputs, width, bias=bias)
-        self.v_proj = None if keys_are_values else nn.Linear(inputs, width, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=bias)
+
+        bias = bool(config.attention_bias)
+        query_width = self.heads * self.head_dim
+        key_width = self.kv_heads * self.head_dim
+        # Gemma 4's full-attention layers use the keys as values.
+        keys_are_values = style.scalar and config.attention_k_eq_v and config.layer_types[0] == "full_attention"
+        self.q_proj = nn.Linear(inputs, query_width, bias=bias)
+        self.k_proj = nn.Linear(inputs, key_width, bias=bias)
+        self.v_proj = None if keys_are_values else nn.Linear(inputs, key_width, bias=bias)
+        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=bias)
+
         eps = config.rms_norm_eps
-        self.q_norm = style.norm(self.head_dim, eps=eps) if qk_norm else nn.Identity()
-        self.k_norm = style.norm(self.head_dim, eps=eps) if qk_norm else nn.Identity()
-        self.v_norm = style.norm(self.head_dim, eps=eps, with_scale=False) if style.value_norm else nn.Identity()
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        self.v_norm: nn.Module = nn.Identity()
+        if qk_norm:
+            self.q_norm = style.norm(self.head_dim, eps=eps)
+            self.k_norm = style.norm(self.head_dim, eps=eps)
+        if style.value_norm:
+            self.v_norm = style.norm(self.head_dim, eps=eps, with_scale=False)
 
     def queries(self, x_BTE: Tensor, rope: Rope) -> Tensor:
-        """[B, T, H, C]"""
-        return rotate(self.q_norm(self.q_proj(x_BTE).unflatten(-1, (self.heads, self.head_dim))), rope)
+        """Queries [B, T, H, C] at the positions of ``rope``."""
+        queries_BTHC = self.q_proj(x_BTE).unflatten(-1, (self.heads, self.head_dim))
+        return rotate(self.q_norm(queries_BTHC), rope)
 
     def keys_values(self, x_BTE: Tensor, rope: Rope) -> KeysValues:
-        """[B, T, K, C] each."""
+        """Keys and values [B, T, K, C] at the positions of ``rope``."""
         shape = (self.kv_heads, self.head_dim)
-        keys = self.k_proj(x_BTE).unflatten(-1, shape)
-        values = keys if self.v_proj is None else self.v_proj(x_BTE).unflatten(-1, shape)
-        return rotate(self.k_norm(keys), rope), self.v_norm(values)
+        keys_BTKC = self.k_proj(x_BTE).unflatten(-1, shape)
+        values_BTKC = keys_BTKC
+        if self.v_proj is not None:
+            values_BTKC = self.v_proj(x_BTE).unflatten(-1, shape)
+        return rotate(self.k_norm(keys_BTKC), rope), self.v_norm(values_BTKC)
 
     def attend(self, q_BQHC: Tensor, context: KeysValues, own: KeysValues, blocks: Blocks) -> Tensor:
         """Attention over context [B, K, S, C] and own keys [B, O, K, C], projected to [B, Q, D]."""
-        return self.o_proj(attend(q_BQHC, *context, *own, blocks, self.scale).flatten(2))
+        out_BQHC = attend(q_BQHC, *context, *own, blocks, self.scale)
+        return self.o_proj(out_BQHC.flatten(2))
 
 
 def _attention_scale(config: Any, style: Style, head_dim: int) -> float:
@@ -145,9 +171,12 @@ class DraftLayer(nn.Module):
 
     def forward(self, x_BQD: Tensor, rope: Rope, context: KeysValues, blocks: Blocks) -> Tensor:
         """Draft queries ``x_BQD`` see ``context`` keys and those of their own block."""
-        attention, normed = self.self_attn, self.input_layernorm(x_BQD)
-        own = attention.keys_values(normed, rope)
-        return self.finish(x_BQD, attention.attend(attention.queries(normed, rope), context, own, blocks))
+        attention = self.self_attn
+        normed_BQD = self.input_layernorm(x_BQD)
+        queries_BQHC = attention.queries(normed_BQD, rope)
+        own = attention.keys_values(normed_BQD, rope)
+        attended_BQD = attention.attend(queries_BQHC, context, own, blocks)
+        return self.finish(x_BQD, attended_BQD)
 
     def fuse(self, embedded_BTD: Tensor, hidden_BTD: Tensor) -> Tensor:
         """A fused layer's attention input [norm(embedding) ; norm(hidden)], [B, T, 2·D]."""
@@ -157,12 +186,14 @@ class DraftLayer(nn.Module):
         """Everything after the attention: residuals, norms, MLP."""
         if self.sandwich:
             x_BQD = residual_BQD + self.post_attention_layernorm(attended_BQD)
-            fed = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x_BQD)))
+            mlp_BQD = self.mlp(self.pre_feedforward_layernorm(x_BQD))
+            out_BQD = x_BQD + self.post_feedforward_layernorm(mlp_BQD)
         else:
             x_BQD = residual_BQD + attended_BQD
-            fed = self.mlp(self.post_attention_layernorm(x_BQD))
-        out_BQD = x_BQD + fed
-        return out_BQD if self.layer_scalar is None else out_BQD * self.layer_scalar
+            out_BQD = x_BQD + self.mlp(self.post_attention_layernorm(x_BQD))
+        if self.layer_scalar is None:
+            return out_BQD
+        return out_BQD * self.layer_scalar
 
 
 class Backbone(nn.Module):
@@ -170,23 +201,27 @@ class Backbone(nn.Module):
 
     def __init__(self, config: PretrainedConfig, taps: int) -> None:
         super().__init__()
-        kind, width = layer_style(style_of(config)), config.hidden_size
+        style = layer_style(style_of(config))
+        width = config.hidden_size
         self.fc = nn.Linear(taps * width, width, bias=False)
-        self.hidden_norm = kind.norm(width, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config, kind) for _ in range(config.num_hidden_layers))
-        self.norm = kind.norm(width, eps=config.rms_norm_eps)
-        self.rotary = Rotary(config, kind)
+        self.hidden_norm = style.norm(width, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config, style) for _ in range(config.num_hidden_layers))
+        self.norm = style.norm(width, eps=config.rms_norm_eps)
+        self.rotary = Rotary(config, style)
         initialise(self, config.initializer_range)
 
     def context(self, taps_BSF: Tensor, positions_BS: Tensor) -> list[KeysValues]:
         """Keys and values [B, K, S, C] of every layer for target features at absolute ``positions_BS``.
 
-        H_ctx = hidden_norm(fc(taps)) goes through each layer's own projections without a layer norm (DFlash §3).
+        H_ctx = hidden_norm(fc(taps)) goes through each layer's own projections without a layer norm.
         """
         features_BSD = self.hidden_norm(self.fc(taps_BSF))
         rope = self.rotary(features_BSD, positions_BS)
-        pairs: list[KeysValues] = [layer.self_attn.keys_values(features_BSD, rope) for layer in self.layers]  # type: ignore
-        return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in pairs]
+        contexts = []
+        for layer in self.layers:
+            keys_BSKC, values_BSKC = layer.self_attn.keys_values(features_BSD, rope)  # type: ignore
+            contexts.append((keys_BSKC.transpose(1, 2), values_BSKC.transpose(1, 2)))
+        return contexts
 
     def forward(
         self,

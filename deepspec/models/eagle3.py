@@ -1,9 +1,17 @@
-"""EAGLE-3: one fused layer that drafts token by token and is trained on its own outputs (training-time test).
+"""EAGLE-3 drafter: one fused layer that drafts token by token (arXiv 2503.01840).
 
-Index t drafts after the anchor x_{t+1}: step 0 joins fc(taps_t) with x_{t+1} and predicts x_{t+2}; step i joins the
-hidden state of step i − 1 with x_{t+1+i} and predicts x_{t+2+i}. A step sees the step-0 keys up to t and the keys that
-steps 1…i left at t, at positions t + i: what a decoder that has committed x_0…x_{t+1} sees. Source: arXiv 2503.01840.
-Shapes: B rows, S tokens, I steps, D hidden size, F taps, K key-value heads, C head dim, G drafted tokens.
+It is trained on its own outputs ("training-time test"). Index t drafts after the anchor x_{t+1}:
+
+    step   input at index t                        position   keys it sees                           predicts
+    0      fc(taps_t)           with x_{t+1}       t          step 0 at 0 … t                        x_{t+2}
+    1      hidden of step 0     with x_{t+2}       t + 1      step 0 at 0 … t, step 1 at t           x_{t+3}
+    2      hidden of step 1     with x_{t+3}       t + 2      step 0 at 0 … t, steps 1, 2 at t       x_{t+4}
+    i      hidden of step i−1   with x_{t+1+i}     t + i      step 0 at 0 … t, steps 1 … i at t      x_{t+2+i}
+
+These are the keys of a decoder that has committed x_0 … x_{t+1} and drafts i further tokens.
+
+Shapes: B rows, S tokens, I steps, D hidden size, E = 2·D, F taps, Q queries, K key-value heads, C head dimension,
+G drafted tokens.
 """
 
 from collections.abc import Sequence
@@ -60,7 +68,8 @@ class Eagle3Drafter(TrainedDrafter):
         draft_ids: Sequence[int] | None = None,
     ) -> None:
         super().__init__(config, hf_config, head, draft_ids)
-        style, width = layer_style(style_of(hf_config)), hf_config.hidden_size
+        style = layer_style(style_of(hf_config))
+        width = hf_config.hidden_size
         self.fc = nn.Linear(len(self.taps) * width, width, bias=False)
         self.layers = nn.ModuleList([DraftLayer(hf_config, style, fused=True, qk_norm=config.qk_norm)])
         self.norm = style.norm(width, eps=hf_config.rms_norm_eps)
@@ -73,22 +82,26 @@ class Eagle3Drafter(TrainedDrafter):
 
     def training_forward(self, batch: Any) -> Eagle3Output:
         """All ``ttt_length`` steps of a DraftBatch at every index; the batch's anchors are not used."""
-        tokens_BS, length = batch.tokens_BS, batch.tokens_BS.shape[1]
+        tokens_BS = batch.tokens_BS
+        length = tokens_BS.shape[1]
         index_S = torch.arange(length, device=tokens_BS.device)
         start_BS = document_starts(batch.segments_BS)
         end_BS = (index_S + 1).expand_as(tokens_BS)
         hidden_BSD = self.fc(batch.taps_BSF.to(self.dtype))
-        context: KeysValues | None = None
-        own: list[KeysValues] = []
+        context: KeysValues | None = None  # the keys of step 0
+        own: list[KeysValues] = []  # the keys of steps 1 … i
         steps = []
         for i in range(self.config.ttt_length):
-            next_BSD = self.embed(tokens_BS[:, (index_S + 1 + i).clamp(max=length - 1)])
-            x_BSE, rope = self._layer.fuse(next_BSD, hidden_BSD), self.rotary(hidden_BSD, batch.positions_BS + i)
-            keys_values = self._layer.self_attn.keys_values(x_BSE, rope)
+            # Past the end the last token stands in: such rows have no label and do not count.
+            next_S = (index_S + 1 + i).clamp(max=length - 1)
+            embedded_BSD = self.embed(tokens_BS[:, next_S])
+            x_BSE = self._layer.fuse(embedded_BSD, hidden_BSD)
+            rope = self.rotary(hidden_BSD, batch.positions_BS + i)
+            keys_BSKC, values_BSKC = self._layer.self_attn.keys_values(x_BSE, rope)
             if context is None:
-                context = keys_values[0].transpose(1, 2), keys_values[1].transpose(1, 2)
+                context = (keys_BSKC.transpose(1, 2), values_BSKC.transpose(1, 2))
             else:
-                own.append(keys_values)
+                own.append((keys_BSKC, values_BSKC))
             blocks = Blocks(start_BS, end_BS, queries=1, own=len(own))
             arguments = (hidden_BSD, x_BSE, rope, context, tuple(own), blocks)
             hidden_BSD = recomputed(self._attend, *arguments) if self.recompute else self._attend(*arguments)
@@ -104,14 +117,17 @@ class Eagle3Drafter(TrainedDrafter):
         own: Sequence[KeysValues],
         blocks: Blocks,
     ) -> Tensor:
-        """The layer's output for fused inputs that see ``context`` and, each, its keys of the steps in ``own``."""
+        """Output of the layer for fused inputs; query n sees ``context`` and the keys of every step in ``own`` at n."""
         attention = self._layer.self_attn
         queries_BQHC = attention.queries(x_BQE, rope)
         if own:
-            mine = [torch.stack(parts, 2).flatten(1, 2) for parts in zip(*own, strict=True)]
+            # [B, Q, steps, K, C] → [B, Q·steps, K, C]: the keys of one query lie side by side.
+            keys = torch.stack([keys_BQKC for keys_BQKC, _ in own], 2).flatten(1, 2)
+            values = torch.stack([values_BQKC for _, values_BQKC in own], 2).flatten(1, 2)
         else:
-            mine = [queries_BQHC.new_empty(len(x_BQE), 0, attention.kv_heads, attention.head_dim)] * 2
-        return self._layer.finish(residual_BQD, attention.attend(queries_BQHC, context, (mine[0], mine[1]), blocks))
+            keys = values = queries_BQHC.new_empty(len(x_BQE), 0, attention.kv_heads, attention.head_dim)
+        attended_BQD = attention.attend(queries_BQHC, context, (keys, values), blocks)
+        return self._layer.finish(residual_BQD, attended_BQD)
 
     def start(self, rows: int, max_length: int) -> Eagle3State:
         """State for up to ``rows`` rows of at most ``max_length`` context tokens; none is active yet."""
@@ -137,17 +153,26 @@ class Eagle3Drafter(TrainedDrafter):
         cache = state.cache.rows_view(rows.start, rows.stop)
         counts = torch.as_tensor(counts_B, dtype=torch.long).cpu()
         width = int(counts.max())
-        g_BTD = self.fc(taps_BTF[:, :width].to(self.dtype))
-        x_BTE = self._layer.fuse(self.embed(tokens_BT1[:, 1 : width + 1]), g_BTD)
+        counts_on_device = counts.to(self.device)
+        features_BTD = self.fc(taps_BTF[:, :width].to(self.dtype))
+        embedded_BTD = self.embed(tokens_BT1[:, 1 : width + 1])
+        x_BTE = self._layer.fuse(embedded_BTD, features_BTD)
         positions_BT = cache.lengths[:, None] + torch.arange(width, device=self.device)
-        rope = self.rotary(g_BTD, positions_BT)
-        keys, values = self._layer.self_attn.keys_values(x_BTE, rope)
-        cache.append(0, keys.transpose(1, 2), values.transpose(1, 2), counts.to(self.device))
+        cos_BTC, sin_BTC = self.rotary(features_BTD, positions_BT)
+        keys, values = self._layer.self_attn.keys_values(x_BTE, (cos_BTC, sin_BTC))
+        cache.append(0, keys.transpose(1, 2), values.transpose(1, 2), counts_on_device)
         cache.advance(counts)
-        row_B, last_B = torch.arange(len(counts), device=self.device), counts.to(self.device) - 1
-        g_B1D, x_B1E = g_BTD[row_B, last_B][:, None], x_BTE[row_B, last_B][:, None]
-        last_rope = rope[0][row_B, last_B][:, None], rope[1][row_B, last_B][:, None]
-        out_B1D = self._attend(g_B1D, x_B1E, last_rope, cache.view(0), [], _committed(cache.lengths, 0))
+
+        row_B = torch.arange(len(counts), device=self.device)
+        last_B = counts_on_device - 1
+        out_B1D = self._attend(
+            residual_BQD=features_BTD[row_B, last_B][:, None],
+            x_BQE=x_BTE[row_B, last_B][:, None],
+            rope=(cos_BTC[row_B, last_B][:, None], sin_BTC[row_B, last_B][:, None]),
+            context=cache.view(0),
+            own=[],
+            blocks=_committed(cache.lengths, 0),
+        )
         state.hidden[rows] = out_B1D[:, 0]
 
     @torch.inference_mode()

@@ -1,7 +1,14 @@
-"""What draft queries may see: an interval of context in their own document, and the keys of their own block.
+"""Visibility of keys to draft queries: an interval of context in their own document, and their own block.
 
-Pure structure: intervals, a mask_mod for flex attention, a dense rendering. Knows no weights and no kernels.
-Keys are laid out as S context keys followed by the N·J own keys of the blocks (J = G for block drafters).
+Two documents in a row of nine tokens, blocks of three queries at the anchors 3 and 6:
+
+                    context keys                  own keys
+                    0 1 2 3 4 | 5 6 7 8           block 0   block 1
+    block 0 (a=3)   █ █ █ · · | · · · ·           █ █ █     · · ·         strictly before its anchor
+    block 1 (a=6)   · · · · · | █ · · ·           · · ·     █ █ █         and never another document
+
+The same structure has three renderings: intervals, a mask_mod for flex attention, and a dense mask. Keys are laid out
+as S context keys followed by the N·J own keys of the blocks (J = G for block drafters).
 """
 
 from collections.abc import Callable
@@ -67,15 +74,17 @@ def decoding_blocks(lengths_B: Tensor, block_size: int, window: int | None = Non
 
 def block_mask_mod(blocks: Blocks, context: int) -> MaskMod:
     """mask_mod(b, h, q, kv) for flex attention over ``context`` context keys followed by the N·J own keys."""
-    queries, own = blocks.queries, max(blocks.own, 1)
+    queries = blocks.queries
+    own = max(blocks.own, 1)  # a divisor; without own keys no key reaches it
     first_BQ = blocks.first_BNG().flatten(1).contiguous()
     end_BN = blocks.end_BN.contiguous()
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        n = q // queries
-        in_context = (kv < context) & (kv >= first_BQ[b, q]) & (kv < end_BN[b, n])
-        in_block = (kv >= context) & ((kv - context) // own == n)
-        return in_context | in_block
+        block = q // queries
+        is_context = kv < context
+        in_interval = (kv >= first_BQ[b, q]) & (kv < end_BN[b, block])
+        in_own_block = (kv - context) // own == block
+        return (is_context & in_interval) | (~is_context & in_own_block)
 
     return mask_mod
 
