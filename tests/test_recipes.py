@@ -71,6 +71,13 @@ def test_dspark_has_the_values_of_the_paper():
     assert (data.anchors, data.max_length, data.global_batch) == (512, 4096, 512)
     assert (run.lr, run.epochs, optim.schedule, optim.warmup, optim.final) == (6e-4, 10, "cosine", 0.04, 0.0)
     assert (optim.weight_decay, optim.clip) == (0.0, 1.0)
+    assert (optim.beta1, optim.beta2) == (0.9, 0.999)  # torch's, as the public trainer leaves them
+
+
+@pytest.mark.parametrize(("block", "decay"), [(7, 4.0), (9, 5.0), (15, 7.0)])
+def test_the_position_decay_follows_the_block_unless_it_is_given(block, decay):
+    assert train("+recipe=dspark", f"drafter.block_size={block}").loss.gamma_decay == decay
+    assert train("+recipe=dspark", f"drafter.block_size={block}", "loss.gamma_decay=2").loss.gamma_decay == 2.0
 
 
 def test_the_compared_drafters_differ_in_kind_and_loss_only():

@@ -9,7 +9,11 @@ import torch
 
 
 def generator(seed: int, epoch: int, sample_id: str) -> torch.Generator:
-    """CPU generator that depends on (seed, epoch, sample id) alone: the same over runs, ranks and batch order."""
+    """CPU generator that depends on (seed, epoch, sample id) alone: the same over runs, ranks and batch order.
+
+    torch seeds its CPU generator with the low 32 bits, so among a million samples some hundred pairs share a stream:
+    each still has its own candidates, and no sample has the same anchors in two epochs because of it.
+    """
     digest = hashlib.sha256(f"{seed}\x00{epoch}\x00{sample_id}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -17,18 +21,19 @@ def generator(seed: int, epoch: int, sample_id: str) -> torch.Generator:
 def candidates(supervised_S: torch.Tensor) -> torch.Tensor:
     """Positions of one document that may be an anchor: it and the token after it are both supervised. Ascending int64.
 
-    Source: DSpark §training (reference/dspark.md §4). In decoding the anchor is always a committed answer token.
+    Source: DSpark (arXiv 2607.05147), training. In decoding the anchor is always a committed answer token.
     """
     return torch.nonzero(supervised_S[:-1] & supervised_S[1:]).flatten()
 
 
 def draw(supervised_S: torch.Tensor, n: int, generator: torch.Generator) -> torch.Tensor:
     """``n`` anchors without replacement, ascending, int64; with fewer candidates all of them, then −1 (absent)."""
-    found = candidates(supervised_S)
-    if len(found) > n:
-        chosen = torch.randperm(len(found), generator=generator)[:n]
-        return found[chosen].sort().values
-    return torch.cat([found, found.new_full((n - len(found),), -1)])
+    positions = candidates(supervised_S)
+    if len(positions) > n:
+        chosen = torch.randperm(len(positions), generator=generator)[:n]
+        return positions[chosen].sort().values
+    absent = positions.new_full((n - len(positions),), -1)
+    return torch.cat([positions, absent])
 
 
 def block_valid(

@@ -14,6 +14,7 @@ from deepspec.data.codecs import codec_named
 
 FORMAT: Final = "deepspec-target-cache"
 SCHEMA_VERSION: Final = 1
+DECODED: Final = "decoded"
 NORM_STAGE: Final = "post"
 MANIFEST: Final = "manifest.json"
 INDEX: Final = "index.parquet"
@@ -118,7 +119,9 @@ class Origin:
     """What every sample of a cache has in common, and what a user of the cache must agree with.
 
     ``target`` has name, path, revision, fingerprint, head (fingerprint of the head) and shape (SHAPE_KEYS of its
-    config); ``template`` is the fingerprint of tokenizer and chat template.
+    config); ``template`` is the fingerprint of tokenizer and chat template. ``normaliser_states`` says of lossy caches
+    with log-normalisers which states these are of: "decoded"; "" in caches of earlier versions, whose normalisers are
+    of the states before they were encoded, and in lossless ones, where that is the same.
     """
 
     target: dict[str, Any]
@@ -128,10 +131,20 @@ class Origin:
     codec: str
     norm_stage: str = NORM_STAGE
     log_normaliser: bool = False
+    normaliser_states: str = ""
+
+    @property
+    def stale_normalisers(self) -> bool:
+        """Whether the stored log-normalisers are of other states than a reader decodes, so that they are ignored."""
+        lossy = not codec_named(self.codec).lossless
+        return self.log_normaliser and lossy and self.normaliser_states != DECODED
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return dataclasses.asdict(self)
+        """Plain values for JSON. An empty ``normaliser_states`` is left out: shards keep the identity they had."""
+        values = dataclasses.asdict(self)
+        if not self.normaliser_states:
+            del values["normaliser_states"]
+        return values
 
 
 @dataclass
@@ -215,7 +228,8 @@ class CacheManifest:
     def to_json(self) -> dict[str, Any]:
         """The manifest as plain values."""
         totals = {"rows": self.rows, "tokens": self.tokens, "bytes": self.bytes}
-        return {"format": FORMAT, "schema_version": SCHEMA_VERSION, "totals": totals, **dataclasses.asdict(self)}
+        fields = dataclasses.asdict(self) | {"origin": self.origin.as_dict()}
+        return {"format": FORMAT, "schema_version": SCHEMA_VERSION, "totals": totals, **fields}
 
     @classmethod
     def from_json(cls, text: str, where: str) -> "CacheManifest":

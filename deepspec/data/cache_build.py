@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspec.data import record
-from deepspec.data.cache import MANIFEST, CacheConfig, CacheManifest, Origin
+from deepspec.data.cache import DECODED, MANIFEST, CacheConfig, CacheManifest, Origin
 from deepspec.data.cache_reader import CacheReader
 from deepspec.data.cache_replace import finished_manifest, outdated_shards, require_captured, require_replace
 from deepspec.data.cache_writer import ShardWriter, finalise, finished, read_facts, remove_leftovers, write_shard
@@ -70,6 +70,8 @@ class Plan:
         """Fingerprint of everything that can be known without loading the target."""
         parts = [self.responses.digest(start, stop) for start, stop in self.ranges]
         content = [self.config.codec, self.config.log_normaliser]
+        if self.config.log_normaliser and not codec_named(self.config.codec).lossless:
+            content.append(DECODED)  # as in Origin: a lossy cache of an earlier version is not this one
         return _digest([vars(target), vars(self.settings), content, self._layout(), parts])
 
     def identities(self, origin: Origin) -> list[str]:
@@ -252,7 +254,7 @@ def _write(
     for group in groups:
         started = time.perf_counter()
         chosen = [conversations[index] for index in group]
-        rows = capture(target, chosen, log_normaliser=writer.origin.log_normaliser)
+        rows = capture(target, chosen, normalisers_for=codec if writer.origin.log_normaliser else None)
         progress.forward_seconds += time.perf_counter() - started
         if not writer.probes:
             writer.probes.append(probe(target, rows[0]))

@@ -66,6 +66,7 @@ def _differences(manifest: CacheManifest, origin: Origin, config: CacheConfig) -
         ("target.thinking", "thinking"),
         ("cache.codec", "codec"),
         ("cache.log_normaliser", "log_normaliser"),
+        ("states of the log-normalisers", "normaliser_states"),
         ("last states' stage", "norm_stage"),
     ):
         pairs.append((option, getattr(manifest.origin, name), getattr(origin, name)))

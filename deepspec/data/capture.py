@@ -4,12 +4,14 @@ Shapes: B rows, T tokens of the longest, S tokens of one conversation, I of them
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from deepspec.data.batch import Sample
-from deepspec.data.cache import SHAPE_KEYS, Origin, Probe
+from deepspec.data.cache import DECODED, SHAPE_KEYS, Origin, Probe
 from deepspec.data.capture_plan import Conversation
+from deepspec.data.codecs import Codec, codec_named, encode_and_decode
 from deepspec.data.fingerprints import head_fingerprint, template_fingerprint
 from deepspec.data.record import Row, last_positions, supervised_mask
 from deepspec.models.frozen_head import FrozenHead
@@ -22,6 +24,7 @@ def origin_of(
     target: Target, *, codec: str, thinking: bool, revision: str | None = None, log_normaliser: bool = False
 ) -> Origin:
     """What a cache made with this target states about itself."""
+    lossy = not codec_named(codec).lossless
     return Origin(
         target={
             "name": target.name,
@@ -36,14 +39,18 @@ def origin_of(
         template=template_fingerprint(target.tokenizer),
         codec=codec,
         log_normaliser=log_normaliser,
+        normaliser_states=DECODED if log_normaliser and lossy else "",
     )
 
 
 @torch.inference_mode()
-def capture(target: Target, conversations: Sequence[Conversation], *, log_normaliser: bool = False) -> list[Row]:
+def capture(
+    target: Target, conversations: Sequence[Conversation], *, normalisers_for: Codec | None = None
+) -> list[Row]:
     """One forward over a batch; states in bfloat16 on the target's device, in the order given.
 
-    ``log_normaliser`` adds the log-normaliser and the most likely token of p at every last state.
+    ``normalisers_for`` adds the log-normaliser and the most likely token of p at every last state, as this codec
+    stores it: they belong to the decoded states, not to those that are encoded.
 
     Padded on the right; the target ignores padding, so a row's states do not depend on its neighbours beyond the
     rounding of the matrix products.
@@ -59,13 +66,8 @@ def capture(target: Target, conversations: Sequence[Conversation], *, log_normal
     for row, conversation in enumerate(conversations):
         at_I = last_positions(supervised_mask(len(conversation), conversation.spans)).to(target.device)
         lasts.append(states.last_BTD[row, at_I].to(torch.bfloat16))
-    known: list[tuple[torch.Tensor | None, torch.Tensor | None]] = [(None, None)] * len(lasts)
-    if log_normaliser:
-        sizes = [len(last_ID) for last_ID in lasts]
-        log_z, top = FrozenHead.of(target).log_normaliser(torch.cat(lasts))
-        known = list(zip(log_z.split(sizes), top.split(sizes), strict=True))
     rows = []
-    for row, (conversation, last_ID, (log_z_I, top_I)) in enumerate(zip(conversations, lasts, known, strict=True)):
+    for row, (conversation, last_ID) in enumerate(zip(conversations, lasts, strict=True)):
         rows.append(
             Row(
                 id=conversation.id,
@@ -74,11 +76,27 @@ def capture(target: Target, conversations: Sequence[Conversation], *, log_normal
                 spans=conversation.spans,
                 taps_SF=states.taps_BTF[row, : len(conversation)].to(torch.bfloat16),
                 last_ID=last_ID,
-                log_z_I=log_z_I,
-                top_I=top_I,
             )
         )
-    return rows
+    if normalisers_for is None:
+        return rows
+    return with_normalisers(rows, FrozenHead.of(target), normalisers_for)
+
+
+@torch.inference_mode()
+def with_normalisers(rows: Sequence[Row], head: FrozenHead, codec: Codec) -> list[Row]:
+    """The rows with log-normaliser and most likely token of every last state that a reader of ``codec`` will decode."""
+    blocks, decoded = [], []
+    for row in rows:
+        block, decoded_ID = encode_and_decode(codec, row.last_ID)
+        blocks.append(block)
+        decoded.append(decoded_ID)
+    sizes = [len(decoded_ID) for decoded_ID in decoded]
+    log_z, top = head.log_normaliser(torch.cat(decoded))
+    return [
+        replace(row, log_z_I=log_z_I, top_I=top_I, last_block=block)
+        for row, block, log_z_I, top_I in zip(rows, blocks, log_z.split(sizes), top.split(sizes), strict=True)
+    ]
 
 
 def to_sample(row: Row) -> Sample:

@@ -49,6 +49,11 @@ class Codec(Protocol):
         ...
 
     @property
+    def lossless(self) -> bool:
+        """Whether what is decoded is what was encoded, bit for bit."""
+        ...
+
+    @property
     def bytes_per_value(self) -> float:
         """Typical, of real hidden states; raw bfloat16 is 2."""
         ...
@@ -113,6 +118,7 @@ class Lossless:
 
     name: str = "bf16"
     number: int = 1
+    lossless: bool = True
     bytes_per_value: float = 1.335
 
     def encode(self, states_SF: torch.Tensor) -> bytes:
@@ -161,6 +167,7 @@ class Quantised:
     number: int
     delta: float
     bytes_per_value: float
+    lossless: bool = False
 
     def encode(self, states_SF: torch.Tensor) -> bytes:
         _check(states_SF)
@@ -219,6 +226,18 @@ CODECS: Final[dict[str, Codec]] = {
         Quantised("int4", 3, delta=0.35, bytes_per_value=0.48),
     )
 }
+
+
+def encode_and_decode(codec: Codec, states_SF: torch.Tensor) -> tuple[bytes, torch.Tensor]:
+    """The block of a matrix, and the matrix that a reader will get from it, on the device of ``states_SF``.
+
+    Whatever is derived from states and stored beside them must be derived from these.
+    """
+    block = codec.encode(states_SF)
+    if codec.lossless:
+        return block, states_SF
+    decoded_SF = codec.decode(memoryview(block), *states_SF.shape)
+    return block, decoded_SF.to(states_SF.device)
 
 
 def codec_named(name: str) -> Codec:

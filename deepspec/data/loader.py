@@ -16,7 +16,7 @@ import xxhash
 
 from deepspec.data.batch import DraftBatch, Sample, collate, empty_batch
 from deepspec.data.cache_reader import CacheReader
-from deepspec.data.order import in_share, shuffled, split
+from deepspec.data.order import heldout_rows, shuffled, split
 
 T = TypeVar("T")
 
@@ -29,7 +29,8 @@ class DataConfig:
     target in the training process, which first answers the prompts in the file ``prompts``, if given, that have no
     answer in ``path`` yet. ``global_batch`` counts sequences over all ranks; ``micro_tokens`` bounds the padded tokens,
     and likewise the positions of drafted blocks, of one forward of one rank. ``heldout`` is the share of samples,
-    chosen by a hash of their id, that is kept for the held-out loss (at most ``heldout_max`` of them are used).
+    chosen by a hash of their id, that is kept for the held-out loss, and ``heldout_max`` bounds their number: what is
+    not evaluated is trained on.
     ``prefetch`` is the number of global steps read ahead.
     """
 
@@ -79,6 +80,11 @@ class Source(Protocol):
         """Tokens of every sample."""
         ...
 
+    def contents(self) -> str:
+        """Names what the samples hold beyond ids and lengths: the codec and a digest of the stored bytes, or the
+        tokens where states are made when asked for."""
+        ...
+
     def samples(self, rows: Sequence[int]) -> list[Sample]:
         """These samples, whole, on the CPU, in bfloat16."""
         ...
@@ -101,6 +107,10 @@ class CacheSource:
     def lengths(self) -> list[int]:
         """Tokens of every sample."""
         return self.reader.tokens.tolist()
+
+    def contents(self) -> str:
+        """Codec, and digest of everything stored."""
+        return f"{self.reader.codec} {self.reader.contents_digest()}"
 
     def samples(self, rows: Sequence[int]) -> list[Sample]:
         """Read, check and decode; raises CacheDamagedError naming the shard."""
@@ -131,9 +141,9 @@ class Loader:
         self.rank, self.world_size = rank, world_size
         ids = source.ids()
         self._lengths = [min(length, config.max_length) for length in source.lengths()]
-        kept_out = [in_share(id, config.heldout) for id in ids]
-        self.training_rows = [row for row, out in enumerate(kept_out) if not out]
-        self.heldout_rows = [row for row, out in enumerate(kept_out) if out][: config.heldout_max]
+        self.heldout_rows = heldout_rows(ids, config.heldout, config.heldout_max)
+        heldout = set(self.heldout_rows)
+        self.training_rows = [row for row in range(len(ids)) if row not in heldout]
         if not self.training_rows:
             raise ValueError(f"no training samples: {len(ids)} samples and data.heldout={config.heldout}")
         self.wait_seconds = 0.0

@@ -9,7 +9,7 @@ import xxhash
 
 
 def shuffled(count: int, seed: int, epoch: int) -> list[int]:
-    """A permutation of range(count) that depends on (count, seed, epoch) alone."""
+    """A permutation of range(count) that depends on (count, seed, epoch) alone, through 32 bits of their hash."""
     digest = hashlib.sha256(f"order\x00{seed}\x00{epoch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.randperm(count, generator=generator).tolist()
@@ -17,7 +17,21 @@ def shuffled(count: int, seed: int, epoch: int) -> list[int]:
 
 def in_share(id: str, share: float) -> bool:
     """Whether an id is among this share of all ids, by its hash: the same in every cache and run."""
-    return xxhash.xxh3_64_intdigest(id.encode()) < share * 2**64
+    return _hash(id) < share * 2**64
+
+
+def heldout_rows(ids: Sequence[str], share: float, most: int) -> list[int]:
+    """Rows of the at most ``most`` ids with the lowest hashes among ``share`` of all, ascending.
+
+    Only what is evaluated is held out; everything else can be trained on.
+    """
+    candidates = [row for row, id in enumerate(ids) if in_share(id, share)]
+    candidates.sort(key=lambda row: (_hash(ids[row]), row))
+    return sorted(candidates[:most])
+
+
+def _hash(id: str) -> int:
+    return xxhash.xxh3_64_intdigest(id.encode())
 
 
 def split(lengths: Sequence[int], ranks: int, micro_tokens: int, packed: bool) -> list[list[list[int]]]:

@@ -1,10 +1,11 @@
 """New caches from finished ones: merge several, or keep a part of one. Copies records, never decodes them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from deepspec.data import record
-from deepspec.data.cache import CacheManifest, CacheMismatchError, Probe
+from deepspec.data.cache import CacheManifest, CacheMismatchError, Origin, Probe
 from deepspec.data.cache_reader import CacheReader
 from deepspec.data.cache_writer import finalise, write_shard
 from deepspec.data.order import in_share
@@ -20,8 +21,9 @@ def merge(paths: Sequence[str | Path], out: str | Path, shard_rows: int = 256) -
     """
     readers = [CacheReader(path) for path in paths]
     for reader in readers[1:]:
-        for name, value in reader.manifest.origin.as_dict().items():
-            own = readers[0].manifest.origin.as_dict()[name]
+        for name in (field.name for field in fields(Origin)):
+            value = getattr(reader.manifest.origin, name)
+            own = getattr(readers[0].manifest.origin, name)
             if name == "target":  # two copies of one model may lie in different places
                 value, own = value["fingerprint"], own["fingerprint"]
             if value != own:

@@ -2,8 +2,11 @@
 
 Layout, little endian (docs/cache-format.md): ``DSRC`` · u32 version · u64 XXH3-64 of everything after it · u16 codec ·
 u16 taps M · u32 tokens, spans, last states, hidden D, tap channels F, id bytes · u64 taps bytes, last bytes ·
-i32 spans · i32 tokens · id · taps block · last block · in version 2: f32 log-normalisers and i32 most likely tokens of
-the last states.
+i32 spans · i32 tokens · id · taps block · last block · from version 2 on: f32 log-normalisers and i32 most likely
+tokens of the last states.
+
+Versions: 1 has no log-normalisers. 2 has those of the states as captured, which with a lossy codec are not the states
+that a reader decodes: exp(logit − log Z) would not sum to one, so they are ignored. 3 has those of the decoded states.
 
 Shapes: S tokens, I tokens with a last state, F = M·D tap channels, D hidden size.
 """
@@ -21,7 +24,8 @@ from deepspec.data.batch import Sample
 from deepspec.data.codecs import Codec, codec_numbered
 
 MAGIC: Final = b"DSRC"
-VERSION: Final = 2  # 1 has no log-normalisers
+WITHOUT_NORMALISERS, OF_CAPTURED, OF_DECODED = 1, 2, 3  # versions, see above
+VERSION: Final = OF_DECODED
 _PREFIX: Final = struct.Struct("<4sIQ")
 _SIZES: Final = struct.Struct("<HHIIIIIIQQ")
 _BODY: Final = _PREFIX.size + _SIZES.size
@@ -34,7 +38,11 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """A sample on its way into the cache: token ids, half-open supervised spans, the target's states in bfloat16."""
+    """A sample on its way into the cache: token ids, half-open supervised spans, the target's states in bfloat16.
+
+    log_z_I, top_I: log-normaliser and most likely token of p, of the states that a reader decodes. last_block: the
+    encoded last states, where they had to be encoded already to derive these.
+    """
 
     id: str
     source: str
@@ -44,6 +52,7 @@ class Row:
     last_ID: torch.Tensor
     log_z_I: torch.Tensor | None = None
     top_I: torch.Tensor | None = None
+    last_block: bytes | None = None
 
 
 def supervised_mask(length: int, spans: Spans) -> torch.Tensor:
@@ -62,7 +71,8 @@ def last_positions(supervised_S: torch.Tensor) -> torch.Tensor:
 def pack(row: Row, codec: Codec, taps: int) -> bytes:
     """The record of a row. Thread-safe; the entropy coder releases the interpreter lock."""
     name = row.id.encode()
-    taps_block, last_block = codec.encode(row.taps_SF), codec.encode(row.last_ID)
+    taps_block = codec.encode(row.taps_SF)
+    last_block = codec.encode(row.last_ID) if row.last_block is None else row.last_block
     spans = np.asarray(row.spans, "<i4").reshape(-1)
     tokens = np.asarray(row.tokens, "<i4")
     sizes = _SIZES.pack(
@@ -74,7 +84,10 @@ def pack(row: Row, codec: Codec, taps: int) -> bytes:
     if row.log_z_I is not None and row.top_I is not None:
         parts += [row.log_z_I.cpu().numpy().astype("<f4").tobytes(), row.top_I.cpu().numpy().astype("<i4").tobytes()]
     checked = b"".join(parts)
-    version = 1 if row.log_z_I is None else VERSION
+    version = WITHOUT_NORMALISERS
+    if row.log_z_I is not None:
+        # With a lossless codec the two are the same; 2 is what earlier versions of this program read.
+        version = OF_CAPTURED if codec.lossless else OF_DECODED
     return _PREFIX.pack(MAGIC, version, xxhash.xxh3_64_intdigest(checked)) + checked
 
 
@@ -102,7 +115,8 @@ def check(record: bytes | memoryview) -> None:
 class Head:
     """What a record says about itself before its states; ``blocks`` are the encoded taps and last states.
 
-    log_z_I, top_I: log-normaliser and most likely token of p at every last state, None in records without them.
+    log_z_I, top_I: log-normaliser and most likely token of p at every last state, None in records without them and
+    where they are not of the states that ``codec`` decodes (version 2 with a lossy codec).
     """
 
     id: str
@@ -122,21 +136,26 @@ def head(record: bytes | memoryview) -> Head:
     view = memoryview(record)
     version = _PREFIX.unpack_from(view)[1]
     number, _, tokens, spans, states, hidden, channels, name, *blocks = _SIZES.unpack_from(view, _PREFIX.size)
-    parts, start, tail = [], _BODY, 4 * states if version > 1 else 0
+    codec = codec_numbered(number)
+    tail = 4 * states if version >= OF_CAPTURED else 0
+    parts = []
+    start = _BODY
     for size in (8 * spans, 4 * tokens, name, *blocks, tail, tail):
         parts.append(view[start : start + size])
         start += size
+    spans_part, tokens_part, name_part, taps_part, last_part, log_z_part, top_part = parts
+    usable = version >= OF_DECODED or (version == OF_CAPTURED and codec.lossless)
     return Head(
-        id=bytes(parts[2]).decode(),
-        tokens_S=np.frombuffer(parts[1], "<i4"),
-        spans=[(int(start), int(end)) for start, end in np.frombuffer(parts[0], "<i4").reshape(-1, 2)],
+        id=bytes(name_part).decode(),
+        tokens_S=np.frombuffer(tokens_part, "<i4"),
+        spans=[(int(first), int(end)) for first, end in np.frombuffer(spans_part, "<i4").reshape(-1, 2)],
         states=states,
         hidden=hidden,
         channels=channels,
-        codec=codec_numbered(number),
-        blocks=(parts[3], parts[4]),
-        log_z_I=np.frombuffer(parts[5], "<f4") if version > 1 else None,
-        top_I=np.frombuffer(parts[6], "<i4") if version > 1 else None,
+        codec=codec,
+        blocks=(taps_part, last_part),
+        log_z_I=np.frombuffer(log_z_part, "<f4") if usable else None,
+        top_I=np.frombuffer(top_part, "<i4") if usable else None,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 import torch
+import xxhash
 
 from deepspec.data.batch import Sample
 from deepspec.data.cache import CacheConfig, CacheMismatchError, require
@@ -59,6 +60,12 @@ def open_cache(
     )
     if head is not None:
         prove_head(reader, head)
+    if reader.manifest.origin.stale_normalisers and is_main():
+        print(
+            f"note: {reader.path} is an {reader.codec} cache of an earlier version, whose log-normalisers belong to "
+            "the states before encoding: they are ignored, and each step computes its own (slower, not less exact); "
+            "`deepspec data cache` with cache.replace=true writes right ones"
+        )
     return CacheSource(reader, config.threads)
 
 
@@ -127,6 +134,13 @@ class OnlineSource:
     def lengths(self) -> list[int]:
         """Tokens of every sample."""
         return [len(conversation) for conversation in self._conversations]
+
+    def contents(self) -> str:
+        """Digest of all tokens; the states are the target's, which is compared by its fingerprint."""
+        digest = xxhash.xxh3_128()
+        for conversation in self._conversations:
+            digest.update(np.asarray(conversation.tokens, np.int32).tobytes())
+        return f"online {digest.hexdigest()}"
 
     def samples(self, rows: Sequence[int]) -> list[Sample]:
         """Run the target over these conversations, in batches of similar length."""

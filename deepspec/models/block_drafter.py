@@ -24,8 +24,6 @@ from deepspec.models.masks import Blocks, decoding_blocks, training_blocks
 from deepspec.models.protocol import Proposal
 from deepspec.models.sampling import Distribution, Sampling
 
-_SHORTLIST = 512
-
 
 @dataclass
 class BlockOutput:
@@ -43,8 +41,8 @@ class BlockDrafter(TrainedDrafter):
     """DFlash and DSpark. ``hf_config`` is the drafter's own config (draft_config.draft_config).
 
     ``shortlist`` bounds decoding's cost of the Markov head: the bias is computed for that many tokens with the largest
-    U_k and q is zero elsewhere, which stays lossless. 0 takes every token, as training does; None takes 512 of a large
-    vocabulary on the CPU, where reading all of W2 for every drafted token costs more than the backbone, else every one.
+    U_k and q is zero elsewhere, which stays lossless but is another q. 0, the default on every device, takes every
+    token, as training and the paper do.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class BlockDrafter(TrainedDrafter):
         draft_ids: Sequence[int] | None = None,
     ) -> None:
         super().__init__(config, hf_config, head, draft_ids)
-        self.shortlist: int | None = None
+        self.shortlist = 0
         self.mask_token_id = int(hf_config.mask_token_id)
         self.backbone = Backbone(hf_config, len(self.taps))
         width, rank = hf_config.hidden_size, config.markov_rank or 0
@@ -192,8 +190,6 @@ class BlockDrafter(TrainedDrafter):
 
     def _shortlist_size(self) -> int:
         size = self.vocabulary.size
-        if self.shortlist is None:
-            return _SHORTLIST if self.device.type == "cpu" and size >= 32 * _SHORTLIST else size
         return min(self.shortlist or size, size)
 
     def _biased(self, base_BV: Tensor, values_BM: Tensor, ids_BM: Tensor, m_BR: Tensor) -> Tensor:
@@ -201,6 +197,8 @@ class BlockDrafter(TrainedDrafter):
         assert self.markov_head is not None
         rows_BMR = F.embedding(ids_BM, self.markov_head.markov_w2.weight)
         logits_BM = values_BM + torch.bmm(rows_BMR, m_BR[..., None])[..., 0]
+        # Base logits are float32 or wider, the head's weights may be wider still.
+        logits_BM = logits_BM.to(base_BV.dtype)
         return torch.full_like(base_BV, -torch.inf).scatter_(-1, ids_BM, logits_BM)
 
     def _probability(self, hidden_BGD: Tensor, previous_BGR: Tensor | None) -> Tensor | None:

@@ -36,9 +36,10 @@ class FrozenHead:
     ) -> None:
         self.embed_VD = embed_VD.detach()
         self.head_VD = self.embed_VD if head_VD is None else head_VD.detach()
-        # Rounded to the weights' dtype as the models do (√3072 = 55.43 is 55.5 in bfloat16).
-        self.embed_scale = float(torch.tensor(embed_scale).to(embed_VD.dtype))
         self.softcap = softcap
+        # Kept as it is and rounded where it is used: a head that was read in bfloat16 and moved to float32 must have
+        # the scale of a float32 model.
+        self._exact_embed_scale = embed_scale
 
     @classmethod
     def of(cls, target: "Target") -> "FrozenHead":
@@ -78,7 +79,12 @@ class FrozenHead:
         dtype = dtype or self.embed_VD.dtype
         embed = self.embed_VD.to(device=device, dtype=dtype)
         head = None if self.tied else self.head_VD.to(device=device, dtype=dtype)
-        return FrozenHead(embed, head, embed_scale=self.embed_scale, softcap=self.softcap)
+        return FrozenHead(embed, head, embed_scale=self._exact_embed_scale, softcap=self.softcap)
+
+    @property
+    def embed_scale(self) -> float:
+        """Factor of the embeddings, rounded to the weights' dtype as the models do: √3072 = 55.43 is 55.5 in bfloat16."""
+        return float(torch.tensor(self._exact_embed_scale).to(self.embed_VD.dtype))
 
     @property
     def tied(self) -> bool:

@@ -34,12 +34,14 @@ class Progress:
     """Where a run is. Everything random in training is drawn from (seed, epoch, sample id), so there is no generator
     state to keep: the step alone says which samples and anchors come next.
 
-    identity holds what must not change between the parts of one run; total is the length that a finished run had, which
-    a longer ``train.steps`` takes up again.
+    identity holds what must not change between the parts of one run (train/identity.py); total is the length that a
+    finished run had, which a longer ``train.steps`` takes up again; ema_updates is the age of the moving average, which
+    may have been turned on after the first step.
     """
 
     step: int = 0
     adam_steps: int = 0
+    ema_updates: int = 0
     best_tau: float | None = None
     stale: int = 0
     skipped: int = 0
@@ -84,25 +86,14 @@ def read(run: str | Path) -> TrainingState | None:
     version = plain.pop("format_version", None)
     if version != FORMAT_VERSION:
         raise ResumeError(f"{folder / PROGRESS} has format_version {version}, this deepspec reads {FORMAT_VERSION}")
+    # Earlier versions had no count of their own: their averages had run from the first step.
+    plain.setdefault("ema_updates", plain.get("adam_steps", 0))
     try:
         return TrainingState(folder, Progress(**plain))
     except Exception as error:
         raise ResumeError(
             f"{folder} is damaged ({error}): delete {last} to start again, or name=… for another run"
         ) from error
-
-
-def check_identity(state: TrainingState, identity: Mapping[str, Any], run: str | Path) -> None:
-    """Raise ResumeError naming every option that differs from the run being continued."""
-    before = state.progress.identity
-    changed = [
-        f"{key} was {before.get(key)!r}, is {value!r}" for key, value in identity.items() if before.get(key) != value
-    ]
-    if changed:
-        raise ResumeError(
-            f"{run} was trained with other options ({'; '.join(changed)}): set them back to continue it, give "
-            "name=… for a new run, or delete the folder"
-        )
 
 
 def write_last(

@@ -22,6 +22,7 @@ class OptimConfig:
     """AdamW and its schedule; the peak learning rate is ``train.lr``.
 
     schedule       "cosine" (to ``final`` of the peak) or "wsd" (warm-up, stable, decay)
+    beta1, beta2   AdamW's averages: torch's defaults, which DSpark's public code trains with
     warmup, decay  shares of all steps; ``decay`` is the last part of a wsd schedule
     clip           largest gradient norm; 0 turns clipping off
     heads_lr       learning rate of the Markov and confidence heads, relative to ``train.lr``
@@ -33,7 +34,7 @@ class OptimConfig:
     decay: float = 0.2
     final: float = 0.0
     beta1: float = 0.9
-    beta2: float = 0.95
+    beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip: float = 1.0
@@ -185,6 +186,7 @@ class TrainConfig:
     name: str = "drafter"
 
     def __post_init__(self) -> None:
+        self.loss = self.loss.resolved(self.drafter)
         if not self.name or "/" in self.name:
             raise TrainConfigError(f"name={self.name!r} must be a folder name without '/'")
         if self.optim.ema is not None and self.engine.zero == 3:

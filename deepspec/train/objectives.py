@@ -1,13 +1,24 @@
-"""What each drafter is trained on: which rows count, with which weights, which terms, and the metrics of a step.
+"""Training objectives of the drafters: which rows count, with which weights and terms, and the metrics of a step.
 
-Shapes: B rows of a batch, S tokens, N anchors, G positions of a block (γ, or EAGLE-3's training-time test steps I),
-X = B·N·G. Losses sum over rows and are divided by denominators the caller has summed over the whole global batch. Knows
-no ranks and no logging; the plan of rows is the only value read back to the host, before the forward is queued.
+Losses sum over rows and are divided by a denominator that the caller has summed over the whole global batch, so they
+do not depend on ranks or micro-batches. Each objective is normalised as its reference does it:
+
+    block drafters   Σ w over all rows of the global batch                       w_k = exp(−(k−1)/gamma_decay)
+    EAGLE-3          the number of sequences of the global batch; rows weigh     w_i = step_decay^i / T
+                     1/T, T the tokens of their own sequence, and steps add up
+
+EAGLE-3's is the "local mean" of its public trainers: a mean over the B·T positions of each step. With a mean over all
+supervised tokens instead, long sequences own the gradient, and acceptance falls again later in training. T counts the
+sequence's own tokens, without padding or neighbours in a packed row.
+
 An EAGLE-3 position is a block too: index t of its output drafts after the anchor t+1 with the taps up to t as context,
 so every position is an anchor, and step i is position i + 1 of its block.
+
+Shapes: B rows of a batch, S tokens, N anchors, G positions of a block (γ, or EAGLE-3's training-time test steps),
+X = B·N·G.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +30,24 @@ from deepspec.models.drafter_config import DrafterConfig
 from deepspec.train.losses import Coefficients, KnownTarget, LogitsHead, RowLosses, fused_loss
 from deepspec.train.row_plan import RowPlan
 
+# Raise it when the same options give another loss: a run is not continued across versions.
+# 2: EAGLE-3 is normalised per sequence and step, and its steps add up (1: by Σw over all tokens of the global batch).
+OBJECTIVE_SEMANTICS = 2
+
+# (draft tokens of a block, gamma_decay) of DFlash, arXiv 2602.06036, appendix A.1, whose blocks of 8, 10 and 16 tokens
+# count the anchor.
+_DECAYS = ((7, 4.0), (9, 5.0), (15, 7.0))
+
+
+def position_decay(block_size: int) -> float:
+    """gamma_decay of a block of so many draft tokens: DFlash's values, and the line through the nearest two elsewhere.
+
+    7, 9 and 15 draft tokens give 4, 5 and 7; 5 give 3, 11 give 5.67, 21 give 9.
+    """
+    below, above = _DECAYS[:2] if block_size <= _DECAYS[1][0] else _DECAYS[1:]
+    slope = (above[1] - below[1]) / (above[0] - below[0])
+    return below[1] + slope * (block_size - below[0])
+
 
 @dataclass
 class LossWeights:
@@ -29,11 +58,12 @@ class LossWeights:
     lk           −log of the acceptance 1 − ½‖q − p‖₁                         block drafters
     confidence   BCE of the confidence head against the acceptance            block drafters that have one
     feature      squared distance of the state before the head from the target's last state, relative to the latter's
-    gamma_decay  w_k = exp(−(k−1)/gamma_decay) of position k                  block drafters
+    gamma_decay  w_k = exp(−(k−1)/gamma_decay) of position k; None: from the block size, see position_decay
     soft         cross-entropy with the target's distribution                 EAGLE-3
     step_decay   w_i = step_decay^i of step i = 0, 1, …                       EAGLE-3
-    Source: reference/dspark.md §4 and §5; feature: the regression term of EAGLE (arXiv 2401.15077, §4.2), made
-    scale-free. While q and p hardly overlap, total variation has almost no gradient; the states do.
+    Sources: DSpark (arXiv 2607.05147), EAGLE-3 (arXiv 2503.01840); feature: the regression term of EAGLE
+    (arXiv 2401.15077, §4.2), made scale-free. While q and p hardly overlap, total variation has almost no gradient;
+    the states do.
     """
 
     ce: float = 0.1
@@ -41,7 +71,7 @@ class LossWeights:
     lk: float = 0.0
     confidence: float = 1.0
     feature: float = 0.0
-    gamma_decay: float = 4.0
+    gamma_decay: float | None = None
     soft: float = 1.0
     step_decay: float = 0.8
 
@@ -50,8 +80,15 @@ class LossWeights:
             if getattr(self, name) < 0:
                 raise ValueError(f"loss.{name}={getattr(self, name)} must not be negative; 0 leaves the term out")
         for name in ("gamma_decay", "step_decay"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"loss.{name}={getattr(self, name)} must be positive")
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"loss.{name}={value} must be positive")
+
+    def resolved(self, config: DrafterConfig) -> "LossWeights":
+        """The same weights with every value that follows from the drafter written out."""
+        if self.gamma_decay is not None or config.kind == "eagle3":
+            return self
+        return replace(self, gamma_decay=position_decay(config.block_size))
 
 
 @dataclass(frozen=True)
@@ -66,15 +103,16 @@ class Rows:
 
 def rows_of(batch: DraftBatch, config: DrafterConfig, weights: LossWeights) -> Rows:
     """The rows of a batch, from the batch alone. Absent anchors and positions past the supervised run weigh zero."""
+    device = batch.tokens_BS.device
     if config.kind == "eagle3":
         size = config.ttt_length
-        steps_G = torch.arange(size, dtype=torch.float32, device=batch.tokens_BS.device)
-        weights_G = weights.step_decay**steps_G
+        steps_G = torch.arange(size, dtype=torch.float32, device=device)
         anchors_BN = every_anchor(batch)
+        weights_BNG = weights.step_decay**steps_G * inverse_lengths(batch)[:, :, None]
     else:
         size = config.block_size
-        weights_G = position_weights(size, weights.gamma_decay, batch.tokens_BS.device)
         anchors_BN = batch.anchors_BN
+        weights_BNG = position_weights(size, weights.resolved(config).gamma_decay, device)
     valid_BNG = block_valid(batch.supervised_BS, batch.segments_BS, anchors_BN, size)
     before_BNG = anchors_BN.clamp(min=0)[:, :, None] + torch.arange(size, device=anchors_BN.device)
     before_BNG = before_BNG.clamp(max=batch.tokens_BS.shape[1] - 2).clamp(min=0)
@@ -85,8 +123,16 @@ def rows_of(batch: DraftBatch, config: DrafterConfig, weights: LossWeights) -> R
         valid_BNG=valid_BNG,
         labels_BNG=gather_tokens(batch.tokens_BS, after_BNG),
         index_BNG=torch.where(valid_BNG, index_BNG, -1),
-        weights_BNG=valid_BNG * weights_G,
+        weights_BNG=valid_BNG * weights_BNG,
     )
+
+
+def inverse_lengths(batch: DraftBatch) -> torch.Tensor:
+    """1/T for every token, T the tokens of its own sequence, [B, S] float32; 0 on padding."""
+    real_BS = batch.segments_BS >= 0
+    document_BS = batch.segments_BS.clamp(min=0)
+    tokens_of = torch.bincount(document_BS.flatten(), weights=real_BS.flatten().float(), minlength=1)
+    return real_BS / tokens_of[document_BS].clamp(min=1)
 
 
 def every_anchor(batch: DraftBatch) -> torch.Tensor:
@@ -102,10 +148,12 @@ def every_anchor(batch: DraftBatch) -> torch.Tensor:
 
 
 def denominators(batch: DraftBatch, config: DrafterConfig, weights: LossWeights) -> torch.Tensor:
-    """Σw over the rows of one micro-batch, a float32 scalar; sum it over micro-batches and ranks before the forward.
+    """What one micro-batch adds to the global denominator, a float32 scalar: Σw, for EAGLE-3 the number of sequences.
 
-    Every term is normalised by the same Σw.
+    Sum it over micro-batches and ranks before the forward. Every term is normalised by the same sum.
     """
+    if config.kind == "eagle3":
+        return torch.tensor(float(len(batch.ids)), device=batch.tokens_BS.device)
     return rows_of(batch, config, weights).weights_BNG.sum()
 
 
@@ -113,17 +161,18 @@ def objective(
     drafter: Any,
     batch: DraftBatch,
     weights: LossWeights,
-    denominators: torch.Tensor,
+    denominator: torch.Tensor,
     *,
     chunk_bytes: int | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(loss, metrics) of one micro-batch.
 
-    drafter: a BlockDrafter or Eagle3Drafter, or an engine around one. denominators: the global Σw. The losses of all
-    micro-batches and ranks sum to the global loss, so an engine that averages over ranks or accumulation steps needs it
-    multiplied back. chunk_bytes: memory for the loss's logits, see fused_loss. Metrics are float32 tensors whose first
-    index is (numerator, denominator): sum both, then divide.
-        loss, ce, tv, lk or soft, confidence, feature   means weighted by w; loss is the whole weighted sum
+    drafter: a BlockDrafter or Eagle3Drafter, or an engine around one. denominator: the global sum of ``denominators``.
+    The losses of all micro-batches and ranks sum to the global loss, so an engine that averages over ranks or
+    accumulation steps needs it multiplied back. chunk_bytes: memory for the loss's logits, see fused_loss. Metrics are
+    float32 tensors whose first index is (numerator, denominator): sum both, then divide.
+        ce, tv, lk or soft, confidence, feature   means weighted by w
+        loss                                   what is minimised, normalised as above
         acceptance                             [2, G]: 1 − ½‖q − p‖₁ per position, unweighted
         top1                                   share of positions where q's largest is p's most likely token
         tau                                    1 + Σ_j Π_{i≤j} acceptance_i, over complete blocks only: blocks whose G
@@ -133,7 +182,7 @@ def objective(
     rows = rows_of(batch, drafter.config, weights)
     plan = RowPlan.of(rows.index_BNG.flatten(), rows.valid_BNG.flatten())
     output = drafter(batch)
-    scale = 1 / denominators.clamp(min=torch.finfo(torch.float32).tiny).to(torch.float32)
+    scale = 1 / denominator.clamp(min=torch.finfo(torch.float32).tiny).to(torch.float32)
     hidden_BNGD, markov_BNGR, confidence_BNG = _outputs(output, drafter.config)
     w_X = rows.weights_BNG.flatten()
     losses = fused_loss(
@@ -158,7 +207,9 @@ def objective(
         term, own = _confidence(confidence_BNG, losses.accept_X.view_as(rows.valid_BNG), rows)
         loss = loss + weights.confidence * scale * term
         metrics |= own
-    metrics["loss"] = torch.stack([loss.detach() / scale, w_X.sum()])
+    # (this part's share of the global loss · D, this part's share of D): summed and divided, the global loss
+    share = denominators(batch, drafter.config, weights)
+    metrics["loss"] = torch.stack([loss.detach() / scale, share.to(scale.device)])
     return loss, metrics
 
 

@@ -25,9 +25,9 @@ from deepspec.models.target import Target, TargetError, gguf_file, load_tokenize
 from deepspec.models.warm_start import warm_start
 from deepspec.train import checkpoint
 from deepspec.train.config import TrainConfig, TrainConfigError
+from deepspec.train.identity import check_identity, run_identity
 from deepspec.train.objectives import objective
 
-ANSWER_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "limit")
 VOCABULARY_SAMPLES = 2048  # training samples whose tokens choose a reduced draft vocabulary
 
 
@@ -57,6 +57,7 @@ class Prepared:
     taps: tuple[int, ...]
     state: checkpoint.TrainingState | None
     total_steps: int
+    identity: dict[str, Any]  # what a later part of this run is compared with
 
     @property
     def objective(self) -> Objective:
@@ -119,37 +120,26 @@ def prepare(cfg: TrainConfig, device: torch.device, dtype: torch.dtype) -> Prepa
             "train.decode_every judge by held-out samples: raise data.heldout, or leave them off"
         )
     total = cfg.train.steps or cfg.train.epochs * loader.steps_per_epoch
+    identity = run_identity(cfg, tuple(taps), loader, fingerprint)
     if state is not None and not cfg.train.dry_run:
-        checkpoint.check_identity(state, identity(cfg, taps, loader), cfg.folder)
+        unknown = check_identity(state, identity, cfg.folder)
+        if unknown and distributed.is_main():
+            print(
+                f"note: {cfg.folder} is of an earlier version, which did not record {', '.join(unknown)}: not compared"
+            )
     drafter = _drafter(cfg, head, taps, loader, _text_config(cfg, target))
     drafter.recompute = cfg.engine.recompute
     if state is not None and not cfg.train.dry_run:
         drafter.load_state_dict(state.kind("master"), strict=False)
     elif state is not None:
         state = None
-    return Prepared(cfg, device, dtype, loader, drafter, target, fingerprint, tuple(taps), state, total)
+    return Prepared(cfg, device, dtype, loader, drafter, target, fingerprint, tuple(taps), state, total, identity)
 
 
-def identity(cfg: TrainConfig, taps: tuple[int, ...], loader: Loader) -> dict[str, Any]:
-    """What must stay the same for a run to be continued: the drafter, and which samples a step number means."""
-    data = {key: getattr(cfg.data, key) for key in ("seed", "global_batch", "max_length", "anchors", "heldout")}
-    answers = {} if cfg.data.prompts is None else {key: getattr(cfg.regenerate, key) for key in ANSWER_OPTIONS}
-    return {
-        **{f"drafter.{key}": value for key, value in dataclasses.asdict(cfg.drafter).items()},
-        **{f"data.{key}": value for key, value in data.items()},
-        **{f"regenerate.{key}": value for key, value in answers.items()},
-        "target.name": cfg.target.name,
-        "taps": list(taps),
-        "training samples": len(loader.training_rows),
-        "digest of the samples": loader.digest(),
-        "train.init_from": cfg.train.init_from,
-    }
-
-
-def same_on_all_ranks(run: Prepared, identity: dict[str, Any]) -> None:
+def same_on_all_ranks(run: Prepared) -> None:
     """Raise ResumeError where ranks see different checkpoints or data: they would train on in silence, apart."""
     step = 0 if run.state is None else run.state.progress.step
-    everyone = distributed.gathered([f"step {step}, samples {identity['digest of the samples']}"])
+    everyone = distributed.gathered([f"step {step}, samples {run.identity['digest of the samples']}"])
     if len(set(everyone)) > 1:
         seen = "; ".join(f"rank {rank}: {facts}" for rank, facts in enumerate(everyone))
         raise checkpoint.ResumeError(

@@ -23,7 +23,7 @@ from deepspec.train.checkpoint import BEST, LAST, Progress
 from deepspec.train.engine import Engine
 from deepspec.train.objectives import denominators
 from deepspec.train.schedule import factor
-from deepspec.train.setup import Prepared, identity, same_on_all_ranks
+from deepspec.train.setup import Prepared, same_on_all_ranks
 from deepspec.train.tracking import Tracker
 
 
@@ -46,9 +46,9 @@ class Trainer:
         self.run, self.cfg, self.loader = run, run.cfg, run.loader
         self.engine = Engine(run.objective, self.cfg.engine, self.cfg.optim, run.device)
         self.module: Any = self.engine.module
-        self.progress = Progress(identity=identity(self.cfg, run.drafter.taps, self.loader))
+        self.progress = Progress(identity=run.identity)
         self.average = None if self.cfg.optim.ema is None else Average(run.drafter, self.cfg.optim.ema)
-        same_on_all_ranks(run, self.progress.identity)
+        same_on_all_ranks(run)
         if run.state is not None:
             self._resume(run.state)
             run.state = None  # its file is not held open: it will be replaced
@@ -242,6 +242,7 @@ class Trainer:
                 tensors[f"{kind}/{name.removeprefix('drafter.')}"] = tensor.to("cpu", copy=True).contiguous()
         self.progress.adam_steps = self.engine.adam_steps
         if self.average is not None:
+            self.progress.ema_updates = self.average.updates
             tensors |= {f"ema/{name}": tensor.cpu() for name, tensor in self.average.tensors.items()}
         with self._averaged(), self.engine.whole_weights():
             if distributed.is_main():
@@ -300,8 +301,10 @@ class Trainer:
             lambda kind, name: state.tensor(kind, name.removeprefix("drafter.")), state.progress.adam_steps
         )
         if self.average is not None:
-            saved = state.kind("ema")  # none where the average was turned on for this part of the run
-            self.average.restore(saved or state.kind("master"), state.progress.adam_steps if saved else 0)
+            # No average is saved where it is turned on only now: it starts at the weights.
+            saved = state.kind("ema")
+            updates = state.progress.ema_updates if saved else 0
+            self.average.restore(saved or state.kind("master"), updates)
         say(f"continuing {self.cfg.folder} at step {self.progress.step}")
 
     def _finish(self, *, complete: bool) -> None:

@@ -26,10 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from deepspec import recipes
 from deepspec.data import record
 from deepspec.data.batch import Sample, collate
+from deepspec.data.cache import DECODED
 from deepspec.data.cache_build import Plan, build_cache
 from deepspec.data.cache_reader import CacheReader
 from deepspec.data.cache_writer import finalise, write_shard
-from deepspec.data.capture import capture
+from deepspec.data.capture import capture, with_normalisers
 from deepspec.data.capture_plan import Responses, batches, encode_rows
 from deepspec.data.codecs import CODECS, codec_named
 from deepspec.data.config import DataPipelineConfig
@@ -42,6 +43,7 @@ from deepspec.train.objectives import LossWeights, denominators, objective
 
 BARS = {"bf16": 0.69, "int8": 0.43, "int4": 0.24}
 SPEED_BAR, BUILD_BAR, PADDING_BAR, WAIT_BAR = 400.0, 0.90, 0.05, 0.02
+MASS_BAR = 0.001
 REPEATS = 5
 
 
@@ -59,8 +61,14 @@ def main() -> int:
         cfg.cache.limit = rows_for(cfg, target, options.tokens)
         results |= measure_build(cfg, target, Path(folder))
         exact = CacheReader(Path(folder) / "bf16")
-        readers = {name: exact if name == "bf16" else reencode(exact, name, Path(folder) / name) for name in CODECS}
+        head = FrozenHead.of(target)
+        readers = {"bf16": exact}
+        for name in CODECS:
+            if name != "bf16":
+                readers[name] = reencode(exact, name, Path(folder) / name, head)
         results |= measure_sizes(readers) | measure_speed(readers, Path(folder)) | measure_access(readers)
+        if cfg.cache.log_normaliser:
+            results["mass"] = {name: measure_mass(reader, head) for name, reader in readers.items()}
         results["wait"] = {
             name: measure_wait(reader, target, options.steps) for name, reader in readers.items() if name != "int4"
         }
@@ -99,11 +107,11 @@ def measure_build(cfg: DataPipelineConfig, target: Target, folder: Path) -> dict
         groups += [[shard[index] for index in group] for group in chosen]
     tokens = sum(len(row) for row in found)
     padded = sum(max(len(row) for row in group) * len(group) for group in groups)
-    known = cfg.cache.log_normaliser
-    capture(target, groups[-1], log_normaliser=known)
+    codec = codec_named("bf16") if cfg.cache.log_normaliser else None
+    capture(target, groups[-1], normalisers_for=codec)
     started = time.perf_counter()
     for group in groups:
-        capture(target, group, log_normaliser=known)
+        capture(target, group, normalisers_for=codec)
     bare = time.perf_counter() - started
     own = replace(cfg, cache=replace(cfg.cache, codec="bf16", folder=str(folder / "bf16")))
     started = time.perf_counter()
@@ -120,26 +128,49 @@ def measure_build(cfg: DataPipelineConfig, target: Target, folder: Path) -> dict
     }
 
 
-def reencode(exact: CacheReader, codec: str, folder: Path) -> CacheReader:
-    """The same samples under another codec."""
+def reencode(exact: CacheReader, codec: str, folder: Path, head: FrozenHead) -> CacheReader:
+    """The same samples under another codec, with log-normalisers of what that codec decodes, if they have any."""
     folder.mkdir()
-    origin = replace(exact.manifest.origin, codec=codec)
+    with_z = exact.manifest.origin.log_normaliser
+    states = DECODED if with_z and not codec_named(codec).lossless else ""
+    origin = replace(exact.manifest.origin, codec=codec, normaliser_states=states)
     with write_shard(folder, 0, origin, "bench") as writer:
-        for row in range(len(exact)):
-            head, sample = record.head(exact.record(row)), exact.sample(row)
-            own = record.Row(
-                sample.id,
-                "",
-                head.tokens_S.tolist(),
-                head.spans,
-                sample.taps_SF,
-                sample.last_ID,
-                sample.log_z_I,
-                sample.top_I,
+        for number in range(len(exact)):
+            stored, sample = record.head(exact.record(number)), exact.sample(number)
+            row = record.Row(
+                id=sample.id,
+                source="",
+                tokens=stored.tokens_S.tolist(),
+                spans=stored.spans,
+                taps_SF=sample.taps_SF,
+                last_ID=sample.last_ID,
             )
-            writer.add("", record.pack(own, codec_named(codec), len(origin.taps)))
+            if with_z:
+                (row,) = with_normalisers([row], head, codec_named(codec))
+            writer.add("", record.pack(row, codec_named(codec), len(origin.taps)))
     finalise(folder, 1, origin, {})
     return CacheReader(folder)
+
+
+def measure_mass(reader: CacheReader, head: FrozenHead, most: int = 2000) -> dict[str, float]:
+    """Σ_v p(v) = Σ_v exp(logit_v − log Z) with the stored log Z and the decoded states; it should be 1."""
+    masses: list[torch.Tensor] = []
+    states = 0
+    for number in range(len(reader)):
+        sample = reader.sample(number)
+        logits_IV = head.logits(sample.last_ID.to(head.device, head.dtype)).double()
+        masses.append((logits_IV - sample.log_z_I.to(logits_IV)[:, None]).exp().sum(-1).cpu())
+        states += len(sample.last_ID)
+        if states >= most:
+            break
+    mass = torch.cat(masses)
+    return {
+        "states": states,
+        "mean": float(mass.mean()),
+        "std": float(mass.std()),
+        "min": float(mass.min()),
+        "max": float(mass.max()),
+    }
 
 
 def measure_sizes(readers: dict[str, CacheReader]) -> dict[str, Any]:
@@ -276,6 +307,10 @@ def show(results: dict[str, Any]) -> int:
             f"{name:<5} decode {speed['decode']:.0f} MB/s, with collate {speed['decode + collate']:.0f} MB/s, {ratios}"
         )
         line(text, speed["decode + collate"] >= SPEED_BAR if name in ("bf16", "int8") else None)
+    for name, mass in results.get("mass", {}).items():
+        text = f"{name:<5} mass of p over {mass['states']} states: mean {mass['mean']:.5f}, std {mass['std']:.5f}"
+        worst = max(abs(mass["min"] - 1), abs(mass["max"] - 1))
+        line(f"{text}, {mass['min']:.4f} to {mass['max']:.4f} (bar ± {MASS_BAR})", worst <= MASS_BAR)
     for name, access in results["access"].items():
         ratio = access["bytes_per_record_byte"]
         line(

@@ -2,7 +2,8 @@
 
     python scripts/bench/codecs.py --cache runs/smollm2-135m/cache target=smollm2-135m +size=demo train.steps=300
 
-The bf16 cache is re-encoded, so the caches differ in nothing but the codec. Every drafter is judged on the held-out
+The bf16 cache is re-encoded, each codec with the log-normalisers of the states that it decodes, so the caches differ in
+nothing but the codec. Every drafter is judged on the held-out
 samples of the bf16 cache: expected τ at temperature 1. Further arguments are those of the training command. Codecs are
 compared within a seed, whose order of samples they share, and whose first ``--shared`` steps, on exact states: when a
 short run finds its feet is chance, worth several per cent of τ in any codec, and would hide what is looked for. The
@@ -49,7 +50,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         caches = {"bf16": options.cache}
-        caches |= {name: Path(reencode(exact, name, folder / name).path) for name in CODECS if name != "bf16"}
+        target_head = head_of(exact)
+        for name in CODECS:
+            if name != "bf16":
+                caches[name] = Path(reencode(exact, name, folder / name, target_head).path)
         for seed in options.seeds:
             given = overrides
             if options.shared:
@@ -81,11 +85,15 @@ def train(recipe: str, overrides: list[str], out: Path, cache: Path, seed: int) 
     return out / "drafters" / recipe / "best"
 
 
+def head_of(cache: CacheReader) -> FrozenHead:
+    """Embedding and head of the target that a cache was made from."""
+    return FrozenHead.load(str(ROOT / "targets" / cache.manifest.target["name"]))
+
+
 @torch.inference_mode()
 def judge(folder: Path, exact: CacheReader) -> float:
     """Expected τ at temperature 1 on the held-out samples of the exact cache."""
-    head = FrozenHead.load(str(ROOT / "targets" / exact.manifest.target["name"]))
-    drafter = drafters.load(folder, head)
+    drafter = drafters.load(folder, head_of(exact))
     config = DataConfig(anchors=ANCHORS, heldout=HELDOUT, micro_tokens=4096, seed=0)
     loader = Loader(CacheSource(exact, 1), config, block_size=drafter.block_size)
     tau = torch.zeros(2)

@@ -1,5 +1,6 @@
 """Capture: which responses, in which batches, with which states; the target in process equals a lossless cache."""
 
+import json
 import random
 from collections import Counter
 from dataclasses import replace
@@ -8,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspec.data import cache_build
+from deepspec.data import cache_build, record
+from deepspec.data import capture as capture_module
 from deepspec.data.cache import CacheMismatchError
 from deepspec.data.cache_build import build_cache
 from deepspec.data.cache_reader import CacheReader
-from deepspec.data.capture import capture, probe, to_sample
+from deepspec.data.capture import capture, probe, to_sample, with_normalisers
 from deepspec.data.capture_plan import (
     EncodeSettings,
     Responses,
@@ -20,11 +22,16 @@ from deepspec.data.capture_plan import (
     check_usable,
     encode_rows,
 )
+from deepspec.data.codecs import CODECS, codec_named
 from deepspec.data.loader import DataConfig, Loader
+from deepspec.data.recombine import merge
 from deepspec.data.responses import Response, ResponsesError, write_part
 from deepspec.data.training_data import open_cache, open_online, prove_head
 from deepspec.files import write_json
+from deepspec.models.drafter import build
+from deepspec.models.drafter_config import DrafterConfig
 from deepspec.models.frozen_head import FrozenHead
+from deepspec.train.objectives import LossWeights, denominators, objective
 from tests.data.little_chat import TEMPLATE, answered, built, chat_target, chat_tokenizer, pipeline
 
 SETTINGS = EncodeSettings(thinking=False, max_length=4096, keep_truncated=True)
@@ -53,12 +60,77 @@ def test_states_equal_a_plain_forward_of_each_conversation(family_taps):
 
 
 @torch.no_grad()
-def test_log_normalisers_make_the_states_logits_the_models_probabilities():
+@pytest.mark.parametrize("codec", CODECS)
+def test_p_of_every_codec_sums_to_one(tmp_path, codec):
+    """exp(logit − log Z) over the whole vocabulary, of what a reader gets; the head by hand, in float64."""
     target = chat_target()
-    for row in capture(target, conversations(target), log_normaliser=True):
-        logits_IV = FrozenHead.of(target).logits(row.last_ID.to(target.dtype)).double()
-        torch.testing.assert_close(row.log_z_I.double(), logits_IV.logsumexp(-1), rtol=1e-6, atol=1e-5)
-        assert torch.equal(row.top_I, logits_IV.argmax(-1))
+    built(tmp_path, target=target, codec=codec, log_normaliser=True)
+    reader = CacheReader(tmp_path / "cache")
+    assert not reader.manifest.origin.stale_normalisers
+    head_VD = target.model.get_output_embeddings().weight.double()
+    for number in range(len(reader)):
+        sample = reader.sample(number)
+        logits_IV = sample.last_ID.double() @ head_VD.T
+        mass_I = (logits_IV - sample.log_z_I.double()[:, None]).exp().sum(-1)
+        torch.testing.assert_close(mass_I, torch.ones_like(mass_I), rtol=0, atol=1e-5)
+        chosen_I = logits_IV.gather(-1, sample.top_I[:, None])[:, 0]
+        torch.testing.assert_close(chosen_I, logits_IV.amax(-1), rtol=0, atol=1e-5)
+
+
+def older_lossy_cache(folder, target, monkeypatch):
+    """An int4 cache as earlier versions wrote it: version 2 records with normalisers of the exact states."""
+
+    def of_exact_states(rows, head, codec):
+        lossless = codec_named("bf16")
+        return [replace(row, last_block=None) for row in with_normalisers(rows, head, lossless)]
+
+    monkeypatch.setattr(capture_module, "with_normalisers", of_exact_states)
+    monkeypatch.setattr(record, "OF_DECODED", record.OF_CAPTURED)
+    built(folder, target=target, codec="int4", log_normaliser=True)
+    monkeypatch.undo()
+    manifest = folder / "cache" / "manifest.json"
+    plain = json.loads(manifest.read_text())
+    del plain["origin"]["normaliser_states"]
+    manifest.write_text(json.dumps(plain))
+
+
+def test_normalisers_of_an_older_lossy_cache_are_ignored_and_named(tmp_path, monkeypatch, capsys):
+    target = chat_target()
+    older_lossy_cache(tmp_path, target, monkeypatch)
+    data = DataConfig(path=str(tmp_path / "cache"), anchors=8, global_batch=3)
+    source = open_cache(data, pipeline(tmp_path).target)
+    assert source.reader.manifest.origin.stale_normalisers
+    shown = capsys.readouterr().out
+    assert "earlier version" in shown
+    assert "cache.replace=true" in shown
+    batch = Loader(source, data, block_size=4).step(0)[0]
+    assert batch.log_z_L is batch.top_L is None
+
+
+def test_caches_with_normalisers_of_different_states_are_not_merged(tmp_path, monkeypatch):
+    target = chat_target()
+    older_lossy_cache(tmp_path / "older", target, monkeypatch)
+    built(tmp_path / "newer", target=target, codec="int4", log_normaliser=True)
+    with pytest.raises(CacheMismatchError, match="normaliser_states"):
+        merge([tmp_path / "older" / "cache", tmp_path / "newer" / "cache"], tmp_path / "both")
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_the_loss_of_a_lossy_cache_is_that_of_its_decoded_states(tmp_path, codec):
+    """With the stored normalisers and a reduced draft vocabulary, as without them, where p is a full softmax."""
+    target = chat_target()
+    built(tmp_path, target=target, codec=codec, log_normaliser=True)
+    data = DataConfig(path=str(tmp_path / "cache"), anchors=6, global_batch=4)
+    batch = Loader(open_cache(data, pipeline(tmp_path).target), data, block_size=4).step(0)[0]
+    batch = batch.to("cpu", torch.float32)
+    config = DrafterConfig(kind="dspark", layers=1, block_size=4, markov_rank=8, draft_vocab_size=40)
+    head = FrozenHead.of(target)
+    model = build(config, target.config, head, target.taps, draft_ids=list(range(0, 80, 2)))
+    weights = LossWeights()
+    total = denominators(batch, config, weights)
+    with_z, _ = objective(model, batch, weights, total)
+    without, _ = objective(model, replace(batch, log_z_L=None, top_L=None), weights, total)
+    torch.testing.assert_close(with_z, without, rtol=1e-5, atol=1e-6)
 
 
 def test_probe_is_the_models_own_next_token():

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import xxhash
 
 from deepspec.data.batch import Sample
 from deepspec.data.loader import DataConfig, Loader, cut, prefetched
@@ -26,6 +27,9 @@ class MemorySource:
 
     def ids(self):
         return [f"id{row:04d}" for row in range(len(self._lengths))]
+
+    def contents(self):
+        return "random"
 
     def lengths(self):
         return self._lengths
@@ -236,7 +240,19 @@ def test_heldout_batches_are_the_same_each_time_and_on_any_world_size():
     assert len(parts[0]) == len(parts[1])
     assert anchors_by_id(parts[0] + parts[1]) == anchors_by_id(one.heldout()) == anchors_by_id(one.heldout())
     assert list(loader(heldout=0.0).heldout()) == []
-    assert len(loader(heldout=0.5, heldout_max=3).heldout_rows) == 3
+
+
+def test_only_what_is_evaluated_is_held_out():
+    """Of the share, the ids with the lowest hashes; every other sample trains."""
+    bounded = loader(heldout=0.5, heldout_max=3)
+    ids = bounded.source.ids()
+    by_hash = sorted(ids, key=lambda id: xxhash.xxh3_64(id.encode()).intdigest())
+    assert sorted(ids[row] for row in bounded.heldout_rows) == sorted(by_hash[:3])
+    assert sorted([*bounded.heldout_rows, *bounded.training_rows]) == list(range(len(ids)))
+    # a share that holds fewer than the bound is held out whole, as in every earlier run
+    share = loader(heldout=0.1, heldout_max=256)
+    within = [row for row, id in enumerate(ids) if xxhash.xxh3_64(id.encode()).intdigest() < 0.1 * 2**64]
+    assert share.heldout_rows == within
 
 
 @pytest.mark.parametrize(

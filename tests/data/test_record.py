@@ -1,10 +1,12 @@
 """Records: round trip, and a flipped bit anywhere is found."""
 
 import random
+import struct
 from dataclasses import replace
 
 import pytest
 import torch
+import xxhash
 
 from deepspec.data import record
 from deepspec.data.codecs import CODECS, codec_named
@@ -54,6 +56,20 @@ def test_log_normalisers_are_optional_and_checked():
         record.check(packed[: -4 * states])
 
 
+@pytest.mark.parametrize(("codec", "usable"), [("bf16", True), ("int8", False), ("int4", False)])
+def test_normalisers_of_the_states_before_encoding_are_ignored(codec, usable):
+    """Version 2, as earlier versions wrote it for every codec: right for a lossless one only."""
+    states = len(row().last_ID)
+    original = replace(row(), log_z_I=torch.zeros(states), top_I=torch.zeros(states))
+    older = bytearray(record.pack(original, codec_named(codec), 3))
+    older[4] = 2
+    older[8:16] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(older[16:])))
+    sample = record.unpack(bytes(older))
+    assert (sample.log_z_I is not None) is usable
+    assert (sample.top_I is not None) is usable
+    assert len(sample.last_ID) == states
+
+
 def test_last_states_are_before_supervised_tokens():
     mask_S = supervised_mask(6, [(0, 2), (4, 6)])
     assert last_positions(mask_S).tolist() == [0, 3, 4]
@@ -76,6 +92,6 @@ def test_cut_and_newer_records_are_named():
     with pytest.raises(RecordError, match="no record"):
         record.check(packed[:10])
     newer = bytearray(packed)
-    newer[4] = 3
+    newer[4] = 4
     with pytest.raises(RecordError, match=r"newer.*update"):
         record.check(bytes(newer))

@@ -203,13 +203,22 @@ def test_shortlist_is_q_cut_to_the_tokens_the_backbone_likes_most(head):
     assert (proposal.q.probs() > 0).sum(-1).max() <= 10
 
 
-def test_shortlist_is_derived_only_for_large_vocabularies():
+def test_q_is_over_the_whole_vocabulary_on_every_device_unless_a_shortlist_is_given():
+    """τ at temperature above 0 depends on q: what it is must not follow from the device or the vocabulary's size."""
     model = drafter()
-    assert model._shortlist_size() == VOCAB
-    model.vocabulary.target_size = 20_000
-    assert model._shortlist_size() == 512
-    model.shortlist = 0
-    assert model._shortlist_size() == 20_000
+    assert model.shortlist == 0
+    model.vocabulary.target_size = 200_000
+    assert model._shortlist_size() == 200_000
+
+
+def test_a_shortlist_works_in_float64():
+    model, sample = drafter(), samples()[2]
+    model = model.double()
+    model.head = model.head.to(dtype=torch.float64)
+    model.shortlist = 10
+    state, anchor = context(model, sample)
+    proposal = propose(model, state, anchor, Sampling(temperature=1.0))
+    assert (proposal.q.probs() > 0).sum(-1).max() <= 10
 
 
 def test_temperature_is_the_drafters_too():

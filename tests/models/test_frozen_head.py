@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from deepspec.models import frozen_head
 from deepspec.models.frozen_head import FrozenHeadError
@@ -46,6 +47,19 @@ def test_bfloat16_scale_is_rounded_as_in_the_model(tmp_path):
     head = FrozenHead.load(str(tmp_path), torch.bfloat16)
     tokens = torch.arange(VOCAB)
     assert torch.equal(head.embed(tokens), model.model.embed_tokens(tokens))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_bfloat16_checkpoint_used_in_a_wider_dtype_has_the_scale_of_that_dtype(tmp_path, family, dtype):
+    """√2560 = 50.596 is 50.5 in bfloat16: training, which reads the head alone, and decoding must not differ by it."""
+    model = tiny_model(family, hidden_size=80, head_dim=16, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    tokens = torch.arange(VOCAB)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).get_input_embeddings()(tokens)
+    torch.testing.assert_close(FrozenHead.load(str(tmp_path), dtype).embed(tokens), expected, rtol=1e-6, atol=0)
+    moved = FrozenHead.load(str(tmp_path), torch.bfloat16).to(dtype=dtype)
+    torch.testing.assert_close(moved.embed(tokens), expected, rtol=1e-6, atol=0)
 
 
 def test_to_keeps_ties_and_gradients_reach_only_the_input():

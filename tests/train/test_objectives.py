@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from deepspec.data.batch import collate, empty_batch
 from deepspec.models.drafter_config import DrafterConfig
 from deepspec.models.frozen_head import FrozenHead
-from deepspec.train.objectives import LossWeights, denominators, objective, rows_of
+from deepspec.train.objectives import LossWeights, denominators, objective, position_decay, rows_of
 from tests.models.drafting import TAPS, WIDTH, batch, drafter, logits, samples
 from tests.tiny import VOCAB
 
@@ -171,7 +171,7 @@ def test_rows_by_hand():
     assert rows.valid_BNG[0].int().tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 0, 0], [0, 0, 0]]
     assert rows.labels_BNG[0, 0].tolist() == [23, 24, 25]
     assert rows.index_BNG[0].tolist() == [[1, 2, 3], [2, 3, -1], [3, -1, -1], [5, -1, -1], [-1, -1, -1]]
-    torch.testing.assert_close(rows.weights_BNG[0, 1], torch.tensor([1.0, math.exp(-0.25), 0.0]))
+    torch.testing.assert_close(rows.weights_BNG[0, 1], torch.tensor([1.0, math.exp(-0.5), 0.0]))
 
 
 def test_p_of_a_label_is_the_head_of_the_state_before_it():
@@ -210,7 +210,8 @@ def test_eagle3_equals_a_loop_over_positions_and_steps():
     head = FrozenHead(torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(0)).double())
     hidden_IBSD = torch.randn(3, rows, length, WIDTH, generator=torch.Generator().manual_seed(1)).double()
     hidden_IBSD.requires_grad_()
-    expected, total, accepts = 0.0, 0.0, torch.zeros(2, 3, dtype=torch.float64)
+    expected, weighed, accepts = 0.0, 0.0, torch.zeros(2, 3, dtype=torch.float64)
+    total = len(b.ids)
     for row in range(rows):
         for t in range(length):
             for i in range(3):
@@ -221,8 +222,9 @@ def test_eagle3_equals_a_loop_over_positions_and_steps():
                     continue
                 p = torch.softmax(head.logits(b.last_LD[b.last_row_BS[row, t + 1 + i]].double()), -1)
                 log_q = torch.log_softmax(head.logits(hidden_IBSD[i, row, t]), -1)
-                expected = expected - 2.0 * 0.8**i * (p * log_q).sum()
-                total += 0.8**i
+                tokens = int((b.segments_BS == b.segments_BS[row, t]).sum())  # of this sequence, in this row or not
+                expected = expected - 2.0 * 0.8**i / tokens * (p * log_q).sum()
+                weighed += 0.8**i / tokens
                 accepts[:, i] += torch.stack([torch.minimum(p, log_q.exp()).sum(), torch.tensor(1.0)]).detach()
     denominator = denominators(b, config, weights)
     stand_in = Standin(SimpleNamespace(config=config, head=head, draft_ids_V=None), hidden_IBSD=hidden_IBSD)
@@ -230,9 +232,51 @@ def test_eagle3_equals_a_loop_over_positions_and_steps():
     close(denominator, total)
     close(loss.detach(), (expected / total).detach())
     close(metrics["acceptance"], accepts)
-    close(metrics["soft"][0] / metrics["soft"][1], (expected / total / 2).detach())
+    close(metrics["soft"][0] / metrics["soft"][1], (expected / weighed / 2).detach())
+    close(metrics["loss"][0] / metrics["loss"][1], (expected / total).detach())
     mine, reference = (torch.autograd.grad(value, hidden_IBSD)[0] for value in (loss, expected / total))
     torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-8)
+
+
+def gradient_of_sequences(lengths, *, prompt):
+    """Size of EAGLE-3's gradient at each of two sequences, by hidden state, when every row's own gradient is alike."""
+    made = samples(lengths=lengths)
+    for sample in made:
+        supervised_S = torch.arange(len(sample)) >= prompt
+        sample.supervised_S = supervised_S
+        # one and the same state everywhere, so that p and q, and with them the rows' gradients, do not differ
+        sample.last_ID = torch.ones(int(supervised_S[1:].sum()), WIDTH)
+    b = batch(made)
+    config, weights = DrafterConfig(kind="eagle3", ttt_length=3), LossWeights()
+    head = FrozenHead(torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(0)).double())
+    hidden_IBSD = torch.zeros(3, *b.tokens_BS.shape, WIDTH, dtype=torch.float64).requires_grad_()
+    stand_in = Standin(SimpleNamespace(config=config, head=head, draft_ids_V=None), hidden_IBSD=hidden_IBSD)
+    loss, _ = objective(stand_in, b, weights, denominators(b, config, weights))
+    (gradient,) = torch.autograd.grad(loss, hidden_IBSD)
+    return [float(gradient[:, row].norm(dim=-1).sum()) for row in range(2)]
+
+
+def test_eagle3_weighs_sequences_alike():
+    """Fully supervised sequences of 40 and 10 tokens have (T − 2 − i) rows at step i, each weighing 0.8^i / T.
+
+    Normalised over all tokens, the long one would own 112 of 134.4 parts, 0.83 of the gradient.
+    """
+    long, short = gradient_of_sequences((40, 10), prompt=0)
+    share = sum(0.8**i * (40 - 2 - i) for i in range(3)) / 40
+    other = sum(0.8**i * (10 - 2 - i) for i in range(3)) / 10
+    assert long / (long + short) == pytest.approx(share / (share + other), rel=1e-6)
+    assert share / (share + other) < 0.58
+
+
+def test_decay_follows_the_block():
+    """DFlash, arXiv 2602.06036, appendix A.1: 4, 5 and 7 for blocks of 8, 10 and 16 tokens, the anchor included."""
+    assert [position_decay(draft_tokens) for draft_tokens in (7, 9, 15)] == [4.0, 5.0, 7.0]
+    assert position_decay(5) == pytest.approx(3.0)
+    assert position_decay(12) == pytest.approx(6.0)
+    assert position_decay(21) == pytest.approx(9.0)
+    config = DrafterConfig(kind="dflash", block_size=15)
+    assert LossWeights().resolved(config).gamma_decay == 7.0
+    assert LossWeights(gamma_decay=4.0).resolved(config).gamma_decay == 4.0
 
 
 def test_absent_anchors_and_unread_states_count_nowhere():

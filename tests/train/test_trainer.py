@@ -14,8 +14,9 @@ from deepspec import distributed
 from deepspec.data.cache import CacheMismatchError
 from deepspec.models import drafter as drafters
 from deepspec.models.frozen_head import FrozenHead
-from deepspec.train import checkpoint, setup, tracking
+from deepspec.train import checkpoint, tracking
 from deepspec.train.config import TrainConfigError
+from deepspec.train.identity import check_identity, run_identity
 from deepspec.train.trainer import Interrupted, NonFiniteError
 from tests.train import tiny_run
 
@@ -343,11 +344,23 @@ def test_options_that_change_the_data_or_the_drafter_do_not_continue_a_run(folde
 
 def test_other_samples_in_the_same_number_do_not_continue_a_run(folder, whole):
     trainer = tiny_run.trainer(whole)
+    run = trainer.run
     lengths = trainer.loader.source.lengths()
     trainer.loader.source.lengths = lambda: [lengths[0] + 1, *lengths[1:]]  # type: ignore[method-assign]
-    identity = setup.identity(whole, trainer.run.taps, trainer.loader)
+    identity = run_identity(whole, run.taps, trainer.loader, run.target_fingerprint)
     with pytest.raises(checkpoint.ResumeError, match="digest of the samples was"):
-        checkpoint.check_identity(checkpoint.read(whole.folder), identity, whole.folder)
+        check_identity(checkpoint.read(whole.folder), identity, whole.folder)
+
+
+def test_an_average_turned_on_in_the_middle_keeps_its_own_age(folder):
+    """Its decay ramps over its own updates; the optimizer's steps began earlier."""
+    first = tiny_run.config(folder, name="late", train__steps=6, train__stop_after=3)
+    tiny_run.trainer(first).fit()
+    second = tiny_run.config(folder, name="late", train__steps=6, train__stop_after=5, optim__ema=0.9)
+    tiny_run.trainer(second).fit()
+    resumed = tiny_run.trainer(second)
+    assert resumed.progress.adam_steps == 5
+    assert resumed.average.updates == 2
 
 
 def test_the_gate_decodes_the_saved_drafter(folder):
