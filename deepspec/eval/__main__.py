@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from deepspec import distributed
-from deepspec.eval import choose, cli, exactness, report, suites, summary, table
+from deepspec.eval import choose, cli, exactness, report, suites, summary, table, verdict
 from deepspec.eval.choose import BASELINES, Candidate
 from deepspec.eval.max_probability import METADATA, MaxProbability
 from deepspec.eval.records import Record
@@ -242,14 +242,16 @@ def assemble(
     domains = {item.name: item.domain for item in loaded}
     plain = {item.batch: decoded[item.id] for item in variants if item.kind == PLAIN}
     reference = plain.get(options.batch_size[0])
-    asked = {ask.key: ask.ids for asks in plan.asks.values() for ask in asks}
+    control = None
+    if reference is not None and options.sampling.greedy:
+        rules = exactness.Rules(target.stop_ids, options.max_new_tokens)
+        control = exactness.Control.of_run(target, reference, plan.asks, rules)
     out = []
     for variant in variants:
         item = summary.variant_results(variant, decoded[variant.id], plain.get(variant.batch), domains, options.seed)
-        if reference is not None and decoded[variant.id] is not reference and options.sampling.greedy:
+        if control is not None and decoded[variant.id] is not reference:
             for name, records in decoded[variant.id].items():
-                ids = exactness.check(target, reference[name], records, lambda record: asked[record.key])
-                item["datasets"][name]["identity"] = ids
+                item["datasets"][name]["identity"] = control.check(records)
         out.append(item)
     return {
         "format": summary.FORMAT,
@@ -303,22 +305,16 @@ def finish(results: dict[str, Any], output: Path, options: argparse.Namespace) -
     if table.headline(results):
         print(f"report: {report.write(results, output)}")
     print(f"next: {next_step(results, options, output)}")
-    different = sum(check["different"] for item in results["variants"] if (check := table.identity_total(item)))
-    return 3 if different else 0
+    checks = [table.identity_total(item) for item in results["variants"]]
+    return 3 if any(map(verdict.failed, checks)) else 0
 
 
 def closing_lines(results: dict[str, Any]) -> list[str]:
     """Losslessness, empty answers, skipped prompts, in words."""
     lines = []
     for item in table.headline(results):
-        check = table.identity_total(item)
-        if check is not None:
-            verdict = "yes" if not check["different"] else "NO"
-            ties = f" ({check['ties']} more differ by a floating-point tie)" if check["ties"] else ""
-            lines.append(
-                f"{item['label']}: output identical to plain greedy decoding: {verdict}, {check['identical']} of "
-                f"{check['prompts']}{ties}"
-            )
+        if results["settings"]["temperature"] == 0:
+            lines += verdict.closing_lines(item["label"], table.identity_total(item))
         empty = sum(data["empty"] for data in item["datasets"].values())
         if empty:
             lines.append(f"{item['label']}: {empty} answers are empty (the target ended its turn at once)")

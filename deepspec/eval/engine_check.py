@@ -1,7 +1,7 @@
 """``python -m deepspec.eval.engine_check``: a drafter inside a serving engine, against the evaluator.
 
-Two claims, on held-out prompts at temperature 0: the engine's answers with the drafter are those without it, and the
-share of draft tokens it accepts is the evaluator's. Exports, serves and asks; decodes nothing itself.
+Two claims, on held-out prompts at temperature 0: with the drafter the engine's answers are as lossless as without it, and
+the share of draft tokens it accepts is the evaluator's. Exports, serves and asks; decodes nothing itself.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from deepspec.eval import choose, engine_servers, exactness, suites
+from deepspec.eval import choose, engine_servers, exactness, suites, verdict
 from deepspec.eval.engine_servers import Answer, Ask, LlamaServer
 from deepspec.eval.records import Record
 from deepspec.eval.run import Ask as Question
@@ -124,8 +124,10 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
         ours = _evaluate(target, drafters[0], plan, config, output)
     cases = [Case(*each) for each in zip(questions, plain, drafted, ours, strict=True)]
     sets = [name for name, asked in plan.asks.items() if asked]
-    rows = {name: figures(target, [case for case in cases if case.question.dataset == name]) for name in sets}
-    rows["all"] = figures(target, cases)
+    controls = Controls.of(target, cases, config.max_new_tokens)
+    by_set = {name: [case for case in cases if case.question.dataset == name] for name in sets}
+    rows = {name: figures(controls, chosen) for name, chosen in by_set.items()}
+    rows["all"] = figures(controls, cases)
     return {
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "engine": engine,
@@ -135,6 +137,7 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
         "output": str(output),
         "datasets": rows,
         "first_difference": _show(target, rows["all"]["identity"]["first_difference"]),
+        "verdict": verdict.wording(rows["all"]["identity"]),
         "passed": passed(rows["all"]),
     }
 
@@ -206,16 +209,44 @@ def _evaluate(target: Target, item: choose.Candidate, plan: Plan, config: RunCon
     return [record for records in decoded.values() for record in records]
 
 
-def figures(target: Target, cases: Sequence[Case]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Controls:
+    """What answers are held against: the engine's plain ones, and the evaluator's where it decodes."""
+
+    engine: exactness.Control
+    evaluator: exactness.Control | None
+
+    @classmethod
+    def of(cls, target: Target, cases: Sequence[Case], max_new_tokens: int) -> "Controls":
+        """Scores every plain answer once."""
+        ids = {case.question.key: case.question.ids for case in cases}
+        # An engine may leave the stop token out of the answer, and rounds in its own way.
+        rules = exactness.Rules(target.stop_ids, max_new_tokens, stops_shown=False)
+        plain = [as_record(case.question, case.plain) for case in cases]
+        ours = [case.ours for case in cases if case.ours is not None]
+
+        def control(records: Sequence[Record]) -> exactness.Control:
+            return exactness.Control(
+                target,
+                records,
+                lambda record: ids[record.key],
+                rules,
+                foreign=True,
+                say_token=lambda token: repr(target.tokenizer.decode([token])),
+            )
+
+        return cls(control(plain), control(ours) if ours else None)
+
+
+def figures(controls: Controls, cases: Sequence[Case]) -> dict[str, Any]:
     """``identity`` of the engine's answers with and without drafter; with the evaluator's records also ``agreement``
     of its answers with the engine's, and both sides' draft tokens."""
-    ids = {case.question.key: case.question.ids for case in cases}
     plain = [as_record(case.question, case.plain) for case in cases]
     drafted = [as_record(case.question, case.drafted) for case in cases]
     ours = [case.ours for case in cases if case.ours is not None]
-    out: dict[str, Any] = {"identity": exactness.check(target, plain, drafted, lambda record: ids[record.key])}
-    if ours:
-        out["agreement"] = exactness.check(target, ours, plain, lambda record: ids[record.key])
+    out: dict[str, Any] = {"identity": controls.engine.check(drafted)}
+    if controls.evaluator is not None:
+        out["agreement"] = controls.evaluator.check(plain)
         out["engine"] = counts((case.drafted.offered or 0, case.drafted.accepted or 0) for case in cases)
         out["evaluator"] = counts((each[0], accepted_there(*each)) for record in ours for each in record.rounds)
     return out
@@ -252,8 +283,8 @@ def difference(row: dict[str, Any]) -> float | None:
 
 
 def passed(row: dict[str, Any]) -> bool:
-    """Whether both claims hold: no answer differs by more than a float tie, acceptance is within TOLERANCE."""
-    if row["identity"]["different"]:
+    """Whether both claims hold: the answers are proven lossless, and acceptance is within TOLERANCE."""
+    if not verdict.proven(row["identity"]):
         return False
     if "engine" not in row:
         return True
@@ -293,11 +324,12 @@ def render(result: dict[str, Any]) -> str:
         rows.append(cells)
     title = f"{result['engine']}: greedy answers with the drafter against without"
     table = Table(title, header, rows, frozenset({len(rows) - 1}))
-    lines = [table.text()]
+    proof = verdict.lines(result["datasets"]["all"]["identity"])
+    lines = [table.text(), *proof]
     if result["first_difference"]:
         lines.append(f"first difference: {result['first_difference']}")
     bound = f", acceptance within {100 * TOLERANCE:g} % of the evaluator's" if compared else ""
-    lines.append(f"identical answers{bound}: {'yes' if result['passed'] else 'NO'}")
+    lines.append(f"lossless answers{bound}: {'yes' if result['passed'] else 'NO'}")
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspec.eval import page, plots, plots_confidence, table
+from deepspec.eval import page, plots, plots_confidence, table, verdict
 from deepspec.eval.page import Section
 from deepspec.eval.summary import FORMAT, PLAIN, VERSION
 from deepspec.files import atomic_write, read_json
@@ -22,6 +22,15 @@ CURVES = {
     "eval": {"tau": "tau_heldout"},
     "decode": {"tau": "tau_decoded"},
 }
+PROOF = (
+    "Every token of every answer is scored by the target given its own prefix: it must be the maximum, or lie within the "
+    "rounding that was measured in this run (excused). Plain decoding's answers are scored alike: the null run. "
+    "Identical: equal to plain greedy decoding's answer bit for bit. Ties: answers that differ from it and stand."
+)
+OLD_CHECK = (
+    "Every answer was compared with plain greedy decoding of the same prompt up to the first difference. A tie is a "
+    "first difference whose two tokens are closer than the arithmetic resolves; what follows it was not looked at."
+)
 
 
 class ReportError(ValueError):
@@ -87,11 +96,19 @@ def _cards(results: Results, shown: Sequence[Results]) -> str:
         if change["macro"] is not None and len(items) < 3:
             items.append((f"{100 * change['macro']:+.1f} %", f"τ over {label}", False))
     if (check := table.identity_total(best)) is not None:
-        text = "answers identical to plain greedy decoding"
-        if check["ties"]:
-            text += f", {check['ties']} more differ by a floating-point tie"
-        items.append((f"{check['identical']} of {check['prompts']}", text, check["different"] > 0))
+        items.append(_lossless_card(check))
     return page.cards(items)
+
+
+def _lossless_card(check: Results) -> tuple[str, str, bool]:
+    """Answers equal bit for bit, the verdict, and whether it is bad news."""
+    share = f"{check['identical']} of {check['prompts']}"
+    text = "answers identical to plain greedy decoding"
+    if verdict.is_old(check):
+        ties = f", {check['ties']} more differ by a floating-point tie" if check["ties"] else ""
+        return share, text + ties, check["different"] > 0
+    word = verdict.wording(check)
+    return share, text if word == verdict.IDENTICAL else f"{text}: {word}", not verdict.proven(check)
 
 
 def _results(results: Results, shown: Sequence[Results]) -> Section:
@@ -135,38 +152,35 @@ def _comparison(results: Results, shown: Sequence[Results]) -> Section:
 
 
 def _lossless(results: Results) -> Section:
-    groups: dict[tuple[str, int], list[tuple[int, Results]]] = {}
-    details: list[str] = []
-    for item in results["variants"]:
-        check = table.identity_total(item)
-        if check is None:
-            continue
-        groups.setdefault((item["label"], item["batch"]), []).append((item["block"], check))
-        for name, data in item["datasets"].items():
-            if (first := data["identity"]["first_difference"]) is not None:
-                details.append(_difference(_name(item), name, first))
-    if not groups:
+    one = table.losslessness_table(results)
+    if one is None:
         text = (
             "The identity check needs temperature 0 and the plain baseline; this run had neither or only one. Sampled "
             "decoding keeps the target's distribution, which the test suite proves by enumeration."
         )
         return Section("lossless", "Losslessness", page.paragraph(text, "note"))
-    body = page.paragraph(
-        "Every answer is compared token by token with plain greedy decoding of the same prompt in the same run. A tie "
-        "is a first difference whose two tokens are closer than the arithmetic resolves; anything else is a fault.",
-        "note",
-    )
-    keys = ("prompts", "identical", "ties", "different")
-    rows = []
-    for (label, batch), checks in groups.items():
-        blocks = sorted(block for block, _ in checks)
-        lengths = f"{blocks[0]}–{blocks[-1]}" if len(blocks) > 1 else str(blocks[0] or "–")
-        rows.append((label, lengths, str(batch), *(str(sum(check[key] for _, check in checks)) for key in keys)))
-    body += page.grid(("variant", "block", "batch", "answers", *keys[1:]), rows)
+    body = page.paragraph(PROOF if "verdict" in one.header else OLD_CHECK, "note")
+    body += page.grid(one.header, one.rows)
+    details: list[str] = []
+    for item in results["variants"]:
+        for name, data in item["datasets"].items():
+            details += _details(_name(item), name, data.get("identity"))
     details.sort(key=lambda text: "DIFFERENCE" not in text)
     for text in details[:6]:
         body += page.paragraph(text, "note")
     return Section("lossless", "Losslessness", body)
+
+
+def _details(variant: str, name: str, check: Results | None) -> list[str]:
+    """What there is to say of a check of one data set: an offence, or a difference from plain's answer."""
+    if not check:
+        return []
+    if not verdict.is_old(check) and not verdict.proven(check):
+        _, why = verdict.judge(check)
+        offence = "" if check["offence"] is None else f" {check['offence']['text']}."
+        return [f"{variant}, {name}: DIFFERENCE, {why}.{offence}"]
+    first = check["first_difference"]
+    return [] if first is None else [_difference(variant, name, first)]
 
 
 def _difference(variant: str, name: str, first: Results) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deepspec.eval import verdict
 from deepspec.eval.summary import PLAIN
 
 Results = dict[str, Any]
@@ -96,11 +97,15 @@ def notes(results: Results) -> list[str]:
 
 
 def identical(check: Results | None) -> str:
-    """``40 of 40``, with the differing prompts that are floating-point ties named."""
+    """Answers equal bit for bit, ``40 of 40``, and the verdict where they are not all. Results written before verdicts
+    name the differing answers that were taken for floating-point ties."""
     if not check:
         return "–"
-    ties = f" (+{check['ties']} ties)" if check["ties"] else ""
-    return f"{check['identical']} of {check['prompts']}{ties}"
+    share = f"{check['identical']} of {check['prompts']}"
+    if verdict.is_old(check):
+        return f"{share} (+{check['ties']} ties)" if check["ties"] else share
+    word, _ = verdict.judge(check)
+    return share if word == verdict.IDENTICAL else f"{share}, {word}"
 
 
 HEADER = (
@@ -131,8 +136,7 @@ def drafter_table(item: Results, temperature: float) -> Table:
                 identical(data.get("identity")),
             )
         )
-    macro, checks = item["macro"], [data.get("identity") for data in item["datasets"].values()]
-    total = _sum_checks(checks) if all(checks) else None
+    macro = item["macro"]
     rows.append(
         (
             "average",
@@ -142,21 +146,45 @@ def drafter_table(item: Results, temperature: float) -> Table:
             "",
             number(macro["tokens_per_second"]["value"], 1),
             _starred(macro.get("speed_up"), any(map(mixed, item["datasets"].values()))),
-            identical(total),
+            identical(identity_total(item)),
         )
     )
     title = f"{item['label']}: block {item['block']}, batch {item['batch']}, temperature {temperature:g}"
     return Table(title, HEADER, rows, frozenset({len(rows) - 1}))
 
 
-def _sum_checks(checks: Sequence[Results | None]) -> Results:
-    return {key: sum(check[key] for check in checks if check) for key in ("prompts", "identical", "ties", "different")}
-
-
 def identity_total(item: Results) -> Results | None:
     """The identity check of a variant over all data sets, None when it did not run."""
     checks = [data.get("identity") for data in item["datasets"].values()]
-    return _sum_checks(checks) if checks and all(checks) else None
+    return verdict.total(checks) if checks and all(checks) else None
+
+
+LOSSLESS_HEADER = ("variant", "block", "batch", "answers", "identical", "ties", "different")
+PROOF_HEADER = ("positions", "excused", "null run", "tolerance", "verdict")
+
+
+def losslessness_table(results: Results) -> Table | None:
+    """Every variant that was compared with plain decoding, over all data sets; None where none was. Results written
+    before verdicts have no columns of the proof."""
+    checks = [(item, identity_total(item)) for item in results["variants"]]
+    compared = [(item, check) for item, check in checks if check is not None]
+    if not compared:
+        return None
+    with_proof = not any(verdict.is_old(check) for _, check in compared)
+    rows = []
+    for item, check in compared:
+        figures = [str(check[key]) for key in ("prompts", "identical", "ties", "different")]
+        row = [item["label"], str(item["block"] or "–"), str(item["batch"]), *figures]
+        rows.append([*row, *_proof(check)] if with_proof else row)
+    header = LOSSLESS_HEADER + PROOF_HEADER if with_proof else LOSSLESS_HEADER
+    return Table("Against plain greedy decoding", header, rows)
+
+
+def _proof(check: Results) -> list[str]:
+    null, tolerance = check["null"], check["tolerance"]
+    shown = "–" if tolerance is None else f"{tolerance:.2g}"
+    controlled = f"{null['excused']} of {null['positions']}"
+    return [str(check["positions"]), str(check["excused"]), controlled, shown, verdict.judge(check)[0]]
 
 
 def comparison_table(results: Results) -> Table | None:
