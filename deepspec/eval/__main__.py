@@ -4,18 +4,18 @@ import argparse
 import datetime
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from deepspec import distributed
-from deepspec.eval import choose, cli, exactness, report, suites, summary, table, verdict
+from deepspec.eval import choose, cli, compare, exactness, report, suites, summary, table, verdict
 from deepspec.eval.choose import BASELINES, Candidate
 from deepspec.eval.max_probability import METADATA, MaxProbability
 from deepspec.eval.records import Record
-from deepspec.eval.run import Plan, RunConfig, Session, first_turns, next_turns
+from deepspec.eval.run import Entry, Plan, RunConfig, Session, first_turns, next_turns
 from deepspec.eval.sps import load_profile
 from deepspec.eval.summary import PLAIN, Variant
 from deepspec.files import atomic_write, provenance, write_json
@@ -60,7 +60,7 @@ def evaluate(options: argparse.Namespace, command: str) -> int:
     """The whole evaluation."""
     if options.sps is not None:
         load_profile(options.sps)  # a wrong one is said before hours of plain decoding
-    drafters = choose.candidates(options.drafter, taps=options.taps) if options.drafter or not options.baselines else []
+    drafters = [] if options.baselines_only else choose.candidates(options.drafter, taps=options.taps)
     cfg = choose.target_config(options.target, drafters, options.dtype, options.thinking)
     loaded = suites.load(
         options.suite,
@@ -132,8 +132,12 @@ def plan_variants(options: argparse.Namespace, drafters: Sequence[Candidate]) ->
         (item.label, item.kind, item.block_size or NGRAM_BLOCK, describe(item, options.taps, options.max_probability))
         for item in drafters
     ]
-    described += [(name, name, options.block or NGRAM_BLOCK, {}) for name in options.baselines]
+    described += [(name, name, NGRAM_BLOCK, {}) for name in options.baselines]
+    # prompt lookup was trained with no block: it takes any, by default as long a one as the drafters beside it
+    longest = max((trained for _, kind, trained, _ in described if kind not in BASELINES), default=NGRAM_BLOCK)
     for label, kind, trained, facts in described:
+        if kind in BASELINES:
+            trained = max([options.block or longest, *(options.sweep_blocks or [])])
         if options.block is not None and not 1 <= options.block <= trained:
             raise ValueError(f"--block {options.block}: drafter {label} was trained with block {trained}")
         full = options.block or trained
@@ -176,10 +180,11 @@ def threshold_warnings(options: argparse.Namespace, variants: Sequence[Variant])
     if options.confidence_threshold is None and options.sps is None:
         return []
     what = "--confidence-threshold" if options.sps is None else f"--schedule {options.schedule}"
-    bare = {item.label for item in variants if item.kind != PLAIN and not item.drafter.get("confidence")}
+    trained = [item for item in variants if item.kind != PLAIN and item.kind not in BASELINES]
+    bare = {item.label for item in trained if not item.drafter.get("confidence")}
     return [
-        f"{what} is not applied to {name}: it has no confidence head"
-        + ("" if name in BASELINES else "; --max-probability takes its largest probabilities instead")
+        f"{what} is not applied to {name}: it has no confidence head; --max-probability takes its largest "
+        "probabilities instead"
         for name in sorted(bare)
     ]
 
@@ -193,38 +198,41 @@ def decode_all(
     options: argparse.Namespace,
 ) -> dict[str, dict[str, list[Record]]]:
     """Records by variant id. The first variant's answers are the history of later turns, for every variant alike."""
-    decoded: dict[str, dict[str, list[Record]]] = {}
-    for variant, drafter in load_each(variants, session.target, options.taps):
-        reused = len(session.existing(variant, plan.asks))
-        if reused:
+    entries = load_all(variants, session.target, options.taps)
+    for variant, _ in entries:
+        if reused := len(session.existing(variant, plan.asks)):
             say(f"{variant.id}: {reused} answers are already in {session.output}")
-        decoded[variant.id] = session.decode(variant, drafter, plan.asks)
-        first = len(decoded) == 1
-        while first and options.turns == "all":
-            if not next_turns(plan, session.target, loaded, session.config, decoded[variant.id]):
-                break
-            decoded[variant.id] = session.decode(variant, drafter, plan.asks)
-    return decoded
+        if outdated := session.outdated(variant):
+            say(
+                f"{variant.id}: {outdated} answers of an earlier version of the decoder in {session.output} are not "
+                "reused"
+            )
+    while True:
+        decoded = session.decode(entries, plan.asks)
+        history = decoded[variants[0].id]
+        if options.turns != "all" or not next_turns(plan, session.target, loaded, session.config, history):
+            return decoded
 
 
-def load_each(variants: Sequence[Variant], target: Target, taps: Sequence[int] | None) -> Iterator[tuple[Variant, Any]]:
-    """Each variant with its drafter; one drafter is in memory at a time."""
-    held: tuple[str, Any] = ("", None)
+def load_all(variants: Sequence[Variant], target: Target, taps: Sequence[int] | None) -> list[Entry]:
+    """Each variant with its drafter, all at once, as they take turns; they share the target's embedding and head."""
+    head = FrozenHead.of(target)
+    loaded: dict[str, Any] = {}
+    entries: list[Entry] = []
     for variant in variants:
         folder = variant.drafter.get("folder", "")
-        if variant.kind == PLAIN:
-            yield variant, None
-        elif not folder:
-            yield variant, PromptLookup(target.vocab_size, variant.block)
-        else:
-            if held[0] != folder:
-                held = (folder, None)  # drop the previous one first
+        drafter: Any = None
+        if folder:
+            if folder not in loaded:
                 # the head alone skips the fingerprint check, which check_fit has done
-                held = (folder, checkpoints.load(folder, FrozenHead.of(target), taps=taps))
-            if (scale := variant.drafter.get("max_probability")) is None:
-                yield variant, held[1]
-            else:
-                yield variant, MaxProbability(held[1], ConfidenceScale.of(scale))
+                loaded[folder] = checkpoints.load(folder, head, taps=taps)
+            drafter = loaded[folder]
+            if (scale := variant.drafter.get("max_probability")) is not None:
+                drafter = MaxProbability(drafter, ConfidenceScale.of(scale))
+        elif variant.kind != PLAIN:
+            drafter = PromptLookup(target.vocab_size, variant.block)
+        entries.append((variant, drafter))
+    return entries
 
 
 def assemble(
@@ -246,6 +254,7 @@ def assemble(
     if reference is not None and options.sampling.greedy:
         rules = exactness.Rules(target.stop_ids, options.max_new_tokens)
         control = exactness.Control.of_run(target, reference, plan.asks, rules)
+    tallies = {item.id: summary.tallies_of(decoded[item.id], item.block) for item in variants}
     out = []
     for variant in variants:
         item = summary.variant_results(variant, decoded[variant.id], plain.get(variant.batch), domains, options.seed)
@@ -263,10 +272,17 @@ def assemble(
         "target": {"name": target.name, "path": target.path, "fingerprint": target.fingerprint},
         "datasets": [describe_data(item, plan) for item in loaded],
         "variants": out,
-        "comparison": summary.comparison(out),
-        "best_blocks": summary.best_blocks(out),
+        "comparison": compare.comparison(out, tallies, options.seed),
+        "best_blocks": compare.best_blocks(out, tallies, options.seed),
+        "revisions": revisions(decoded),
         "provenance": provenance(),
     }
+
+
+def revisions(decoded: dict[str, dict[str, list[Record]]]) -> list[str]:
+    """Git revisions of the programs that decoded the answers; "unknown" where a record names none."""
+    records = [record for by_name in decoded.values() for group in by_name.values() for record in group]
+    return sorted({record.revision or "unknown" for record in records})
 
 
 def settings(session: Session, options: argparse.Namespace) -> dict[str, Any]:

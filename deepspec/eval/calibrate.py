@@ -139,7 +139,7 @@ def collect(options: argparse.Namespace) -> tuple[Rounds, Origin]:
     facts = describe(candidate) | {"fingerprint": _weights(candidate.folder)}
     variant = Variant(label, candidate.kind, drafter.block_size, options.batch_size, drafter=facts)
     options.output = options.output or Path("runs") / cfg.name / "eval" / label
-    decoded = Session(target, config, options.output).decode(variant, drafter, plan.asks)
+    decoded = Session(target, config, options.output).decode([(variant, drafter)], plan.asks)[variant.id]
     rounds = rounds_of([record for records in decoded.values() for record in records])
     return rounds, Origin(candidate.folder, drafter.block_size)
 

@@ -17,7 +17,7 @@ from deepspec.models.drafter import read_config
 from deepspec.models.export import checkpoint as folders
 from deepspec.models.target import Target, TargetConfig, resolve
 
-BASELINES = ("ngram",)
+BASELINES = ("ngram",)  # drafters that need no training: prompt lookup
 
 
 class ChooseError(ValueError):

@@ -74,7 +74,11 @@ def _models(group: argparse._ArgumentGroup) -> None:
         "--target", metavar="NAME", help="recipe name, folder or hub id (default: the one the drafter records)"
     )
     group.add_argument(
-        "--baselines", nargs="+", default=[], choices=BASELINES, help="also run drafters that need no training"
+        "--baselines",
+        nargs="+",
+        choices=(*BASELINES, "none"),
+        help="drafters that need no training, run beside the others: ngram is prompt lookup, which everyone has for "
+        "free (default: ngram; none leaves it out; given without --drafter, only it runs)",
     )
     group.add_argument(
         "--no-plain", action="store_true", help="skip plain decoding: no speed-up and no identity check, half the time"
@@ -169,6 +173,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         command.error(str(error))
     if options.sampling.greedy and (options.top_k or options.top_p < 1 or options.min_p):
         command.error("--top-k, --top-p and --min-p do nothing at --temperature 0: drop them or raise the temperature")
+    options.baselines_only = options.baselines is not None and "none" not in options.baselines and not options.drafter
+    options.baselines = [name for name in options.baselines or BASELINES if name != "none"]
     if min(options.batch_size) < 1:
         command.error("--batch-size must be at least 1")
     if options.max_new_tokens is None:

@@ -205,7 +205,7 @@ def _evaluate(target: Target, item: choose.Candidate, plan: Plan, config: RunCon
         drafter.shortlist = 0  # the whole vocabulary, as engines do
     facts = {"folder": str(item.folder), "fingerprint": item.fingerprint()}
     variant = Variant(item.label, item.kind, drafter.block_size, 1, draft="greedy", drafter=facts)
-    decoded = Session(target, config, output).decode(variant, drafter, plan.asks)
+    decoded = Session(target, config, output).decode([(variant, drafter)], plan.asks)[variant.id]
     return [record for records in decoded.values() for record in records]
 
 

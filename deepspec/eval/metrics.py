@@ -5,6 +5,7 @@ Shape letters here: P prompts, G block size, W bootstrap resamples.
 """
 
 import functools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,6 +89,11 @@ def tally(records: Sequence[Record], block: int) -> Tally:
     return Tally(block, columns)
 
 
+def seed_of(name: str, seed: int) -> int:
+    """Bootstrap seed of a data set: the same prompts are drawn for every variant, so that differences are paired."""
+    return (zlib.crc32(name.encode()) + seed) % 2**32
+
+
 @functools.lru_cache(maxsize=32)
 def resamples(prompts: int, seed: int, count: int = RESAMPLES) -> Array:
     """Multiplicities of a bootstrap over prompts, [W, P]: each row sums to P. The same for the same seed and P."""
@@ -95,18 +101,19 @@ def resamples(prompts: int, seed: int, count: int = RESAMPLES) -> Array:
     return generator.multinomial(prompts, np.full(prompts, 1 / prompts), size=count).astype(np.float64)
 
 
-def _divide(numerator: Array, denominator: Array) -> Array:
+def divide(numerator: Array, denominator: Array) -> Array:
+    """numerator / denominator, NaN where that is not positive."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(denominator > 0, numerator / np.where(denominator > 0, denominator, 1), np.nan)
 
 
-def _ratio(counts: Tally, names: tuple[str, str], weights_WP: Array | None) -> tuple[Array, Array | None]:
+def ratio(counts: Tally, names: tuple[str, str], weights_WP: Array | None) -> tuple[Array, Array | None]:
     """Value and replicates [W] (or [W, G]) of one ratio of sums; NaN where the denominator is zero."""
     top, bottom = (counts.columns[name] for name in names)
     if top.ndim == 2 and bottom.ndim == 1:
         bottom = bottom[:, None]
-    value = _divide(top.sum(axis=0), bottom.sum(axis=0))
-    return value, None if weights_WP is None else _divide(weights_WP @ top, weights_WP @ bottom)
+    value = divide(top.sum(axis=0), bottom.sum(axis=0))
+    return value, None if weights_WP is None else divide(weights_WP @ top, weights_WP @ bottom)
 
 
 def interval(value: Array, replicates: Array | None) -> dict[str, Any]:
@@ -135,7 +142,7 @@ def summarise(counts: Tally, seed: int | None) -> dict[str, Any]:
     summary |= {name: int(total) for name, total in totals.items() if name != "wall"}
     summary["seconds"] = round(float(totals["wall"]), 4)
     for name, columns in (RATIOS | VECTORS).items():
-        summary[name] = interval(*_ratio(counts, columns, weights_WP))
+        summary[name] = interval(*ratio(counts, columns, weights_WP))
     return summary
 
 
@@ -146,26 +153,10 @@ def macro(tallies: Sequence[Tally], seeds: Sequence[int], names: Sequence[str] =
         values, replicates = [], []
         for counts, seed in zip(tallies, seeds, strict=True):
             weights_WP = resamples(counts.prompts, seed) if counts.prompts > 1 else None
-            value, copies = _ratio(counts, RATIOS[name], weights_WP)
+            value, copies = ratio(counts, RATIOS[name], weights_WP)
             values.append(value)
             replicates.append(copies)
         known = [copies for copies in replicates if copies is not None]
         spread = np.mean(known, axis=0) if len(known) == len(tallies) else None
         out[name] = interval(np.asarray(np.mean(values)), spread)
     return out
-
-
-def speed_up(counts: Tally, plain: Tally, seed: int, *, paired: bool) -> dict[str, Any]:
-    """Tokens per second over plain decoding's. ``paired`` (batch size 1) resamples the prompts of both together.
-
-    At larger batches seconds belong to no single prompt, so no interval is given.
-    """
-    weights_WP = resamples(counts.prompts, seed) if paired and counts.prompts == plain.prompts > 1 else None
-    fast, fast_W = _ratio(counts, RATIOS["tokens_per_second"], weights_WP)
-    slow, slow_W = _ratio(plain, RATIOS["tokens_per_second"], weights_WP)
-    return interval(_divide(fast, slow), None if fast_W is None or slow_W is None else _divide(fast_W, slow_W))
-
-
-def relative_gain(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Gain of one macro average over another, as the paper's Table 1 counts it: mean(ours) / mean(theirs) − 1."""
-    return float(np.mean(ours) / np.mean(theirs) - 1)

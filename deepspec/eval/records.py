@@ -22,10 +22,11 @@ class Record:
     ``prompt_digest`` names the prompt's token ids: a record answers these and no others.
     ``accepted`` is the verified prefix, ``committed`` what the answer kept of it and of the target's own token;
     it differs from accepted + 1 only in a round that a stop token or the token limit cut. The token that the prompt's
-    own forward yields belongs to no round. ``wall`` and its parts ``prefill`` … ``other`` are seconds since the
-    previous record of the same stream, so that sums over records are totals, also after a resume and at any batch size.
-    ``session`` names the run of the command that measured them, None in records older than this field: seconds of
-    different sessions were measured at different times, and need not compare.
+    own forward yields belongs to no round. ``wall`` and its parts ``prefill`` … ``other`` are the prompt's share of the
+    seconds of the run: every step's are shared by the rows active in it, so sums over records are totals, also after a
+    resume and at any batch size. ``session`` names the run of the command that measured them, None in records older
+    than this field: seconds of different sessions were measured at different times, and need not compare.
+    ``revision`` is the git revision of the program that decoded, None where it is not known.
     """
 
     dataset: str
@@ -43,6 +44,7 @@ class Record:
     verify: float
     other: float
     session: str | None = None
+    revision: str | None = None
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -52,7 +54,7 @@ class Record:
     @staticmethod
     def parse(value: dict[str, Any]) -> "Record":
         """The record of a parsed line; raises KeyError or TypeError when fields are missing."""
-        value = {"session": None, **value}
+        value = {"session": None, "revision": None, **value}
         fields = {name: value[name] for name in Record.__dataclass_fields__}
         fields["rounds"] = [tuple(item) for item in fields["rounds"]]
         return Record(**fields)
@@ -61,15 +63,16 @@ class Record:
 class Recorder:
     """Appends records under a settings key; each line is flushed, so a kill loses at most the line being written."""
 
-    def __init__(self, path: Path, settings: str):
+    def __init__(self, path: Path, settings: str, revision: str | None = None):
         path.parent.mkdir(parents=True, exist_ok=True)
         _end_last_line(path)
         self._stream = path.open("a", encoding="utf-8")
         self._settings = settings
+        self._revision = revision
 
     def add(self, record: Record) -> None:
         """Append one record."""
-        line = {"settings": self._settings, **asdict(record)}
+        line = {"settings": self._settings, **asdict(record), "revision": self._revision}
         self._stream.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
         self._stream.flush()
 

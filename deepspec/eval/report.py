@@ -45,9 +45,10 @@ def load_results(path: Path) -> Results:
     results = read_json(file)
     if not isinstance(results, dict) or results.get("format") != FORMAT:
         raise ReportError(f"{file} is not a results file of deepspec.eval")
-    if results.get("version") != VERSION:
+    version = results.get("version")
+    if not isinstance(version, int) or not 1 <= version <= VERSION:
         raise ReportError(
-            f"{file} has schema version {results.get('version')}, this report reads {VERSION}: evaluate again"
+            f"{file} has schema version {version}, this report reads 1 to {VERSION}: evaluate again, or update deepspec"
         )
     return results
 
@@ -94,7 +95,7 @@ def _cards(results: Results, shown: Sequence[Results]) -> str:
         items.append((table.times(gain), f"wall-clock speed-up over plain decoding, batch {best['batch']}", False))
     for label, change in results["comparison"].get("gains", {}).items():
         if change["macro"] is not None and len(items) < 3:
-            items.append((f"{100 * change['macro']:+.1f} %", f"τ over {label}", False))
+            items.append((table.gain(change["macro"]), f"τ over {table.named(label)}", False))
     if (check := table.identity_total(best)) is not None:
         items.append(_lossless_card(check))
     return page.cards(items)
@@ -138,17 +139,26 @@ def _comparison(results: Results, shown: Sequence[Results]) -> Section:
         )
         return Section("comparison", "Comparison", body)
     compared = results["comparison"]
-    rows = []
-    for label, gain in compared["gains"].items():
-        rows.append((f"over {label}", *("–" if gain[d] is None else f"{100 * gain[d]:+.1f} %" for d in gain)))
-    header = (
-        f"τ of {compared['best']}",
-        *("average" if d == "macro" else d for d in next(iter(compared["gains"].values()))),
+    body = page.paragraph(
+        f"{one.title}. Averages give each data set the same weight. Gains have 95 % intervals, paired by prompt.",
+        "note",
     )
-    body = page.paragraph(f"{one.title}. Averages give each data set the same weight.", "note")
-    return Section(
-        "comparison", "Comparison", body + page.grid(one.header, one.rows, best=True) + page.grid(header, rows)
-    )
+    body += page.grid(one.header, one.rows, best=True)
+    body += _gains(f"τ of {table.named(compared['best'])}", "over", compared["gains"])
+    if "over_baseline" in compared:
+        title = f"τ over {table.named(compared['baseline'])}"
+        body += _gains(title, "of", compared["over_baseline"])
+    return Section("comparison", "Comparison", body)
+
+
+def _gains(title: str, word: str, gains: dict[str, Results]) -> str:
+    """A row of gains by domain for every label."""
+    domains = ["average" if domain == "macro" else domain for domain in next(iter(gains.values()))]
+    rows = [
+        (f"{word} {table.named(label)}", *(table.gain(change) for change in changes.values()))
+        for label, changes in gains.items()
+    ]
+    return page.grid((title, *domains), rows)
 
 
 def _lossless(results: Results) -> Section:
@@ -223,8 +233,8 @@ def _blocks(results: Results) -> Section:
         )
         return Section("blocks", "Speed-up by block length", body)
     caption = (
-        "Wall-clock speed-up over plain decoding at the same batch size, mean over data sets. Longer blocks raise τ, "
-        "but cost drafting and verification; the best one is ringed."
+        "Wall-clock speed-up over plain decoding at the same batch size, mean over data sets, with 95 % intervals over "
+        "prompts. Longer blocks raise τ, but cost drafting and verification; the fastest one is ringed."
     )
     body = page.figure(plots.speed_up_by_block(groups), caption) + page.grid(one.header, one.rows)
     return Section("blocks", "Speed-up by block length", body)

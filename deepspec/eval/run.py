@@ -1,12 +1,11 @@
-"""Decode every prompt with every variant: resumable, split over ranks, timed. Knows the decoding loop and records.
+"""Decoding of every prompt with every variant: resumable, split over ranks, timed, in turns.
 
-Does not choose drafters and does not summarise.
+Neither chooses drafters nor summarises.
 """
 
+import contextlib
 import hashlib
 import json
-import sys
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,18 +16,23 @@ import torch
 
 from deepspec import distributed
 from deepspec.data import chat
-from deepspec.eval import records
+from deepspec.eval import alternation, records
+from deepspec.eval.progress import Progress
 from deepspec.eval.records import Record, Recorder
 from deepspec.eval.scheduler import Scheduler, make_schedule
 from deepspec.eval.sps import load_profile
 from deepspec.eval.suites import Loaded, Prompt
 from deepspec.eval.summary import Variant
-from deepspec.files import sha256_file
-from deepspec.models.decode import Completion, Timings, generate, prompt_problem
+from deepspec.files import provenance, sha256_file
+from deepspec.models.decode import DECODE_SEMANTICS, Completion, Timings, generate, prompt_problem
 from deepspec.models.sampling import Sampling
 from deepspec.models.target import Target
 
 WARM_UP_TOKENS = 8
+
+
+AskKey = tuple[str, str, int]  # data set, prompt id, turn
+Entry = tuple[Variant, Any]  # a variant and its drafter, None for plain decoding
 
 
 class RunError(ValueError):
@@ -136,9 +140,15 @@ class Session:
         self.target, self.config, self.output = target, config, output
         self.quiet = quiet or not distributed.is_main()
         self.name = session_name()
+        self.revision = provenance()["git_revision"]
+        self._recorders: dict[str, Recorder] = {}
+        self._warm: set[str] = set()
 
-    def settings(self, variant: Variant) -> str:
-        """Names everything that decides the rounds of a variant; records of another key are not reused."""
+    def settings(self, variant: Variant, semantics: int | None = DECODE_SEMANTICS) -> str:
+        """Names everything that decides the rounds of a variant; records of another key are not reused.
+
+        ``semantics`` None gives the key that versions before it had one wrote.
+        """
         fields = {
             "target": self.target.fingerprint,
             "dtype": str(self.target.dtype),
@@ -152,7 +162,8 @@ class Session:
             "thinking": self.config.thinking,
             "seed": self.config.seed,
         }
-        # these only where they apply, so that records of earlier versions keep their key
+        if semantics is not None:
+            fields["semantics"] = semantics
         if "taps" in variant.drafter:
             fields["taps"] = variant.drafter["taps"]
         if "max_probability" in variant.drafter:
@@ -176,31 +187,58 @@ class Session:
     def _threshold(self, variant: Variant) -> float | None:
         return self.config.confidence_threshold if variant.drafter.get("confidence") else None
 
+    def outdated(self, variant: Variant) -> int:
+        """Answers of earlier versions of the decoder, under settings that are the same but for that."""
+        files = self.output.glob(f"records-{variant.id}-rank*.jsonl")
+        return len(records.read(files, self.settings(variant, semantics=None)))
+
     def existing(self, variant: Variant, asks: Mapping[str, Sequence[Ask]]) -> dict[tuple[str, str, int], Record]:
         """Records of earlier runs, under the same settings, that answer these very prompts."""
         found = records.read(self.output.glob(f"records-{variant.id}-rank*.jsonl"), self.settings(variant))
         wanted = {ask.key: ask.digest for group in asks.values() for ask in group}
         return {key: record for key, record in found.items() if wanted.get(key) == record.prompt_digest}
 
-    def decode(self, variant: Variant, drafter: Any, asks: Mapping[str, Sequence[Ask]]) -> dict[str, list[Record]]:
-        """Records of all asks, in their order, by data set; only missing ones are decoded. Raises RunError."""
-        done = self.existing(variant, asks)
+    def decode(self, entries: Sequence[Entry], asks: Mapping[str, Sequence[Ask]]) -> dict[str, dict[str, list[Record]]]:
+        """Records of all asks by variant id and data set, in the order of the asks; only missing ones are decoded.
+
+        Variants take turns within every block of prompts (alternation.py). Raises RunError.
+        """
+        done = {variant.id: self.existing(variant, asks) for variant, _ in entries}
         distributed.barrier()  # nobody writes before everybody has read
-        pending = [ask for group in asks.values() for ask in group if ask.key not in done]
-        mine = pending[distributed.rank() :: distributed.world_size()]
-        if mine:
-            path = self.output / f"records-{variant.id}-rank{distributed.rank()}.jsonl"
-            recorder = Recorder(path, self.settings(variant))
-            progress = Progress(variant, len(mine), len(done), self.quiet)
-            try:
-                self._warm_up(variant, drafter, mine[0])
-                for record in self._records(variant, drafter, mine, progress):
-                    recorder.add(record)
-                    progress.finished(record)
-            finally:
-                progress.close()
-                recorder.close()
+        self._decode_missing(entries, asks, done)
         distributed.barrier()
+        return {variant.id: self._complete(variant, asks) for variant, _ in entries}
+
+    def _decode_missing(
+        self,
+        entries: Sequence[Entry],
+        asks: Mapping[str, Sequence[Ask]],
+        done: Mapping[str, Mapping[AskKey, Record]],
+    ) -> None:
+        """Decode this rank's share. Blocks are cut from all prompts, so that a resumed run times the same batches."""
+        share = {name: group[distributed.rank() :: distributed.world_size()] for name, group in asks.items()}
+        mine = [ask for group in share.values() for ask in group]
+        pending = sum(ask.key not in done[variant.id] for variant, _ in entries for ask in mine)
+        if not pending:
+            return
+        size = alternation.block_size(max(variant.batch for variant, _ in entries))
+        number = 0
+        with contextlib.ExitStack() as stack:
+            progress = stack.enter_context(contextlib.closing(Progress(len(mine) * len(entries), pending, self.quiet)))
+            for name, group in share.items():
+                _check_indices(name, group)
+                blocks = alternation.blocks(group, size)
+                for (variant, drafter), block in alternation.turns(entries, blocks, first=number):
+                    missing = [ask for ask in block if ask.key not in done[variant.id]]
+                    if missing:
+                        recorder = self._recorder(variant, stack)
+                        for record in self._records(variant, drafter, missing, progress):
+                            recorder.add(record)
+                            progress.finished(record)
+                number += len(blocks)
+
+    def _complete(self, variant: Variant, asks: Mapping[str, Sequence[Ask]]) -> dict[str, list[Record]]:
+        """What is on disk now, of all ranks; raises RunError where an answer is missing."""
         done = self.existing(variant, asks)
         missing = [ask.key for group in asks.values() for ask in group if ask.key not in done]
         if missing:
@@ -210,24 +248,32 @@ class Session:
             )
         return {name: [done[ask.key] for ask in group] for name, group in asks.items() if group}
 
+    def _recorder(self, variant: Variant, stack: contextlib.ExitStack) -> Recorder:
+        """The file that this rank's answers of a variant go to; open until the stack is left."""
+        if variant.id not in self._recorders:
+            path = self.output / f"records-{variant.id}-rank{distributed.rank()}.jsonl"
+            recorder = Recorder(path, self.settings(variant), self.revision)
+            self._recorders[variant.id] = recorder
+            stack.callback(self._recorders.pop, variant.id)
+            stack.callback(recorder.close)
+        return self._recorders[variant.id]
+
     def _warm_up(self, variant: Variant, drafter: Any, ask: Ask) -> None:
-        """First-call costs (kernels, allocator) belong to no measurement."""
+        """First-call costs (kernels, allocator) belong to no measurement: once for each variant."""
+        if variant.id in self._warm:
+            return
+        self._warm.add(variant.id)
         for _ in self._generate(variant, drafter, [ask], min(WARM_UP_TOKENS, self.config.max_new_tokens), None, None):
             pass
 
-    def _records(self, variant: Variant, drafter: Any, asks: Sequence[Ask], progress: "Progress") -> Iterator[Record]:
-        """Decode one data set after another, so that each has seconds of its own."""
-        for dataset in dict.fromkeys(ask.dataset for ask in asks):
-            group = [ask for ask in asks if ask.dataset == dataset]
-            by_index = {ask.index: ask for ask in group}
-            if len(by_index) < len(group):
-                raise RunError(f"two prompts of {dataset} share a seed index: rename one")
-            timings, before, mark = Timings(), Timings(), time.perf_counter()
-            completions = self._generate(variant, drafter, group, self.config.max_new_tokens, timings, progress)
-            for completion in completions:
-                now = time.perf_counter()
-                yield _record(by_index[completion.index], completion, now - mark, timings, before, self.name)
-                before, mark = Timings(**vars(timings)), now
+    def _records(self, variant: Variant, drafter: Any, asks: Sequence[Ask], progress: Progress) -> Iterator[Record]:
+        """Decode one block of a data set's prompts."""
+        self._warm_up(variant, drafter, asks[0])
+        progress.turn_of(variant)
+        by_index = {ask.index: ask for ask in asks}
+        timings = Timings()  # passing one makes the loop wait for the device where it books seconds
+        for completion in self._generate(variant, drafter, asks, self.config.max_new_tokens, timings, progress):
+            yield _record(by_index[completion.index], completion, self.name)
 
     def _generate(
         self,
@@ -236,7 +282,7 @@ class Session:
         asks: Sequence[Ask],
         max_new_tokens: int,
         timings: Timings | None,
-        progress: "Progress | None",
+        progress: Progress | None,
     ) -> Iterator[Completion]:
         return generate(
             self.target,
@@ -264,10 +310,10 @@ def session_name() -> str:
     return names[0]
 
 
-def _record(ask: Ask, completion: Completion, wall: float, after: Timings, before: Timings, session: str) -> Record:
-    parts = {name: getattr(after, name) - getattr(before, name) for name in ("prefill", "draft", "verify")}
+def _record(ask: Ask, completion: Completion, session: str) -> Record:
     rounds = completion.rounds
-    known = any(item.confidence is not None for item in rounds)
+    with_confidence = any(item.confidence is not None for item in rounds)
+    share = completion.share
     return Record(
         dataset=ask.dataset,
         prompt=ask.prompt,
@@ -277,49 +323,16 @@ def _record(ask: Ask, completion: Completion, wall: float, after: Timings, befor
         tokens=list(completion.tokens),
         finish=completion.finish_reason,
         rounds=[(item.proposed, item.accepted, item.committed) for item in rounds],
-        confidence=[[round(c, 5) for c in item.confidence or ()] for item in rounds] if known else None,
-        wall=round(wall, 6),
-        other=round(max(0.0, wall - sum(parts.values())), 6),
+        confidence=[[round(c, 5) for c in item.confidence or ()] for item in rounds] if with_confidence else None,
+        wall=round(share.total, 6),
+        prefill=round(share.prefill, 6),
+        draft=round(share.draft, 6),
+        verify=round(share.verify, 6),
+        other=round(share.other, 6),
         session=session,
-        **{name: round(seconds, 6) for name, seconds in parts.items()},
     )
 
 
-class Progress:
-    """A bar on stderr: prompts, tokens per second, τ so far; tqdm adds the time left."""
-
-    def __init__(self, variant: Variant, prompts: int, done: int, quiet: bool) -> None:
-        from tqdm import tqdm
-
-        title = variant.label if not variant.block else f"{variant.label} k={variant.block}"
-        # a log file gets a line now and then, a terminal a living bar
-        interval = 0.2 if sys.stderr.isatty() else 15.0
-        self._bar = tqdm(
-            mininterval=interval,
-            total=prompts + done,
-            initial=done,
-            desc=f"{title} b={variant.batch}",
-            unit="prompt",
-            disable=quiet,
-        )
-        self._started, self._tokens, self._rounds, self._committed = time.perf_counter(), 0, 0, 0
-
-    def tokens(self, count: int) -> None:
-        """New tokens of a round, over all rows."""
-        self._tokens += count
-        rate = self._tokens / max(time.perf_counter() - self._started, 1e-9)
-        text = f"{rate:.1f} tok/s"
-        if self._rounds:
-            text += f", τ {self._committed / self._rounds:.2f}"
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(0)
-
-    def finished(self, record: Record) -> None:
-        """A prompt is done."""
-        self._rounds += len(record.rounds)
-        self._committed += sum(committed for _, _, committed in record.rounds)
-        self._bar.update(1)
-
-    def close(self) -> None:
-        """Leave the bar as it is."""
-        self._bar.close()
+def _check_indices(name: str, asks: Sequence[Ask]) -> None:
+    if len({ask.index for ask in asks}) < len(asks):
+        raise RunError(f"two prompts of {name} share a seed index: rename one")

@@ -3,19 +3,16 @@
 Knows the schema that docs/evaluation.md documents. Does not decode and does not draw.
 """
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
-
-from deepspec.eval import confidence, metrics
-from deepspec.eval.metrics import Tally
+from deepspec.eval import compare, confidence, metrics
+from deepspec.eval.compare import PLAIN as PLAIN
+from deepspec.eval.metrics import Tally, seed_of
 from deepspec.eval.records import Record
 
-FORMAT, VERSION = "deepspec-eval", 1
-PLAIN = "plain"
+FORMAT, VERSION = "deepspec-eval", 2  # 1: gains without intervals
 
 
 @dataclass(frozen=True)
@@ -39,29 +36,28 @@ class Variant:
 Decoded = Mapping[str, Sequence[Record]]  # data set → records, the same prompts in the same order for every variant
 
 
-def seed_of(name: str, seed: int) -> int:
-    """Bootstrap seed of a data set: the same prompts are drawn for every variant, so that differences are paired."""
-    return (zlib.crc32(name.encode()) + seed) % 2**32
+def tallies_of(decoded: Decoded, block: int) -> dict[str, Tally]:
+    """Counts of every data set."""
+    return {name: metrics.tally(records, block) for name, records in decoded.items()}
 
 
 def variant_results(
     variant: Variant, decoded: Decoded, plain: Decoded | None, domains: Mapping[str, str], seed: int
 ) -> dict[str, Any]:
     """Everything results.json says of one variant except the identity check."""
-    tallies = {name: metrics.tally(records, variant.block) for name, records in decoded.items()}
-    plain_tallies = {name: metrics.tally(records, 0) for name, records in (plain or {}).items()}
+    tallies = tallies_of(decoded, variant.block)
+    plain_tallies = tallies_of(plain or {}, 0)
     out: dict[str, Any] = {"id": variant.id, **asdict(variant), "datasets": {}, "domains": {}}
     for name, counts in tallies.items():
         out["datasets"][name] = _one(counts, decoded[name], plain_tallies.get(name), seed_of(name, seed), variant)
         if "speed_up" in out["datasets"][name]:
-            compared = (*decoded[name], *(plain or {})[name])
-            out["datasets"][name]["sessions"] = len({record.session for record in compared})
+            out["datasets"][name]["sessions"] = _sessions(decoded[name], (plain or {})[name])
     for domain in dict.fromkeys(domains[name] for name in tallies):
         members = [name for name in tallies if domains[name] == domain]
         records = [record for name in members for record in decoded[name]]
-        average = {"members": members, **_average(out, tallies, members, seed)}
+        average = {"members": members, **_average(tallies, plain_tallies, members, seed, variant)}
         out["domains"][domain] = average | _pooled(records, variant)
-    out["macro"] = _average(out, tallies, list(tallies), seed)
+    out["macro"] = _average(tallies, plain_tallies, list(tallies), seed, variant)
     everything = [record for records in decoded.values() for record in records]
     out["macro"] |= _pooled(everything, variant)
     return out
@@ -72,9 +68,15 @@ def _one(counts: Tally, records: Sequence[Record], plain: Tally | None, seed: in
     summary["empty"] = sum(_is_empty(record) for record in records)
     summary["truncated"] = sum(record.finish == "length" for record in records)
     if plain is not None and variant.kind != PLAIN:
-        summary["speed_up"] = metrics.speed_up(counts, plain, seed, paired=variant.batch == 1)
+        summary["speed_up"] = compare.speed_up(counts, plain, seed).interval()
         summary["plain_tokens_per_second"] = metrics.summarise(plain, None)["tokens_per_second"]["value"]
     return summary
+
+
+def _sessions(ours: Sequence[Record], plain: Sequence[Record]) -> int:
+    """Runs of the command that timed both sides of a prompt: 2 where some prompt's sides are of different runs."""
+    pairs = zip(ours, plain, strict=True)
+    return 2 if any(record.session != other.session for record, other in pairs) else 1
 
 
 def _is_empty(record: Record) -> bool:
@@ -82,13 +84,17 @@ def _is_empty(record: Record) -> bool:
     return not record.tokens or (len(record.tokens) == 1 and record.finish == "stop")
 
 
-def _average(out: dict[str, Any], tallies: Mapping[str, Tally], members: Sequence[str], seed: int) -> dict[str, Any]:
+def _average(
+    tallies: Mapping[str, Tally],
+    plain: Mapping[str, Tally],
+    members: Sequence[str],
+    seed: int,
+    variant: Variant,
+) -> dict[str, Any]:
     """Unweighted mean over data sets."""
     average = metrics.macro([tallies[name] for name in members], [seed_of(name, seed) for name in members])
-    gains = [out["datasets"][name].get("speed_up", {}).get("value") for name in members]
-    known = [gain for gain in gains if gain is not None]
-    if known and len(known) == len(gains):
-        average["speed_up"] = {"value": round(float(np.mean(known)), 6), "low": None, "high": None}
+    if variant.kind != PLAIN and all(name in plain for name in members):
+        average["speed_up"] = compare.mean_speed_up(tallies, plain, members, seed).interval()
     return average
 
 
@@ -101,41 +107,3 @@ def _pooled(records: Sequence[Record], variant: Variant) -> dict[str, Any]:
         pooled["reliability"] = diagram
         pooled["threshold_sweep"] = confidence.threshold_sweep(records)
     return pooled
-
-
-def comparison(variants: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Relative gains in τ of the best headline drafter over each other one, macro averages (the paper's Table 1)."""
-    rivals = [item for item in variants if item["headline"] and item["kind"] != PLAIN]
-    if len(rivals) < 2:
-        return {}
-    best = max(rivals, key=lambda item: item["macro"]["tau"]["value"] or 0.0)
-    gains = {}
-    for rival in rivals:
-        if rival is not best:
-            gain = {"macro": _gain(best, rival, list(best["datasets"]))}
-            for domain in best["domains"]:
-                gain[domain] = _gain(best, rival, best["domains"][domain]["members"])
-            gains[rival["label"]] = gain
-    return {"best": best["label"], "gains": gains}
-
-
-def _gain(best: dict[str, Any], rival: dict[str, Any], names: Sequence[str]) -> float | None:
-    pairs = [(best["datasets"][name]["tau"]["value"], rival["datasets"][name]["tau"]["value"]) for name in names]
-    if any(ours is None or theirs is None for ours, theirs in pairs):
-        return None
-    return round(metrics.relative_gain([ours for ours, _ in pairs], [theirs for _, theirs in pairs]), 6)
-
-
-def best_blocks(variants: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per drafter and batch size: speed-up of each block length that ran, and the block that was fastest."""
-    groups: dict[tuple[str, int], dict[int, float]] = {}
-    for item in variants:
-        speed = item["macro"].get("speed_up", {}).get("value")
-        if item["kind"] != PLAIN and speed is not None:
-            groups.setdefault((item["label"], item["batch"]), {})[item["block"]] = speed
-    rows = []
-    for (label, batch), speeds in groups.items():
-        block = max(speeds, key=lambda k: speeds[k])
-        ordered = [{"block": k, "speed_up": speeds[k]} for k in sorted(speeds)]
-        rows.append({"label": label, "batch": batch, "blocks": ordered, "best": block, "speed_up": speeds[block]})
-    return rows

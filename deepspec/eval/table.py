@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepspec.eval import verdict
+from deepspec.eval import compare, verdict
 from deepspec.eval.summary import PLAIN
 
 Results = dict[str, Any]
@@ -71,8 +71,33 @@ def positions(values: Sequence[float | None]) -> str:
 
 
 def times(metric: Results | None) -> str:
-    """A speed-up such as ``2.41×``."""
-    return "–" if not metric or metric["value"] is None else f"{metric['value']:.2f}×"
+    """A speed-up such as ``2.41× (2.30–2.55)``, without the bracket where a single prompt allows no interval."""
+    if not metric or metric["value"] is None:
+        return "–"
+    if metric.get("low") is None:
+        return f"{metric['value']:.2f}×"
+    return f"{metric['value']:.2f}× ({metric['low']:.2f}–{metric['high']:.2f})"
+
+
+def gain(change: Results | float | None) -> str:
+    """A relative gain such as ``+14.9 % (+12.1 to +17.8)``; where the interval holds 0, that no difference is shown.
+
+    Results of version 1 have bare numbers.
+    """
+    if change is None:
+        return "–"
+    if not isinstance(change, dict):
+        return f"{100 * change:+.1f} %"
+    text = f"{100 * change['value']:+.1f} %"
+    if change["low"] is None:
+        return text
+    text += f" ({100 * change['low']:+.1f} to {100 * change['high']:+.1f})"
+    return text if compare.shows_difference(change) else f"{text}, no difference shown"
+
+
+def named(label: str) -> str:
+    """A variant's label as people read it: prompt lookup is what every user has without training."""
+    return "prompt lookup (free)" if label == compare.BASELINE else label
 
 
 def mixed(data: Results) -> bool:
@@ -86,14 +111,19 @@ def _starred(metric: Results | None, marked: bool) -> str:
 
 def notes(results: Results) -> list[str]:
     """What a reader of the tables must know about their figures."""
+    lines = []
     labels = [item["label"] for item in results["variants"] if any(map(mixed, item["datasets"].values()))]
-    if not labels:
-        return []
-    return [
-        f"* speed-ups of {', '.join(dict.fromkeys(labels))} divide seconds of different runs of the command, as "
-        "answers on disk were reused: the machine may have been faster in one of them. A new --output times all in "
-        "one run."
-    ]
+    if labels:
+        lines.append(
+            f"* speed-ups of {', '.join(dict.fromkeys(labels))} divide seconds of different runs of the command, as "
+            "answers on disk were reused: the machine may have been faster in one of them. A new --output times all "
+            "in one run."
+        )
+    revisions = results.get("revisions", [])
+    if len(revisions) > 1:
+        names = ", ".join(str(revision)[:12] for revision in revisions)
+        lines.append(f"these answers were decoded by {len(revisions)} revisions of the program ({names})")
+    return lines
 
 
 def identical(check: Results | None) -> str:
@@ -149,7 +179,7 @@ def drafter_table(item: Results, temperature: float) -> Table:
             identical(identity_total(item)),
         )
     )
-    title = f"{item['label']}: block {item['block']}, batch {item['batch']}, temperature {temperature:g}"
+    title = f"{named(item['label'])}: block {item['block']}, batch {item['batch']}, temperature {temperature:g}"
     return Table(title, HEADER, rows, frozenset({len(rows) - 1}))
 
 
@@ -189,23 +219,27 @@ def _proof(check: Results) -> list[str]:
 
 def comparison_table(results: Results) -> Table | None:
     """The paper's Table 1: τ of each drafter on each data set, the macro average, and the gain of the best one."""
-    rivals = headline(results)
-    if len(rivals) < 2:
+    variants = headline(results)
+    if len(variants) < 2:
         return None
-    names = list(rivals[0]["datasets"])
+    names = list(variants[0]["datasets"])
     compared = results["comparison"]
-    header = ("drafter", *names, "average", f"gain of {compared['best']}")
+    over_baseline = compared.get("over_baseline")
+    header = ["drafter", *names, "average", f"{named(compared['best'])} gains over it"]
+    if over_baseline:
+        header.append(f"gains over {named(compared['baseline'])}")
     rows = []
-    for item in rivals:
-        gain = compared["gains"].get(item["label"], {}).get("macro")
-        rows.append(
-            (
-                item["label"],
-                *(number(item["datasets"][name]["tau"]["value"]) for name in names),
-                number(item["macro"]["tau"]["value"]),
-                "–" if gain is None else f"{100 * gain:+.1f} %",
-            )
-        )
+    for item in variants:
+        label = item["label"]
+        row = [
+            named(label),
+            *(number(item["datasets"][name]["tau"]["value"]) for name in names),
+            number(item["macro"]["tau"]["value"]),
+            gain(compared["gains"].get(label, {}).get("macro")),
+        ]
+        if over_baseline:
+            row.append(gain(over_baseline.get(label, {}).get("macro")))
+        rows.append(row)
     return Table("Accepted length τ, tokens per verification (bonus included)", header, rows)
 
 
@@ -217,12 +251,18 @@ def block_table(results: Results) -> Table | None:
     blocks = sorted({entry["block"] for group in groups for entry in group["blocks"]})
     rows = []
     for group in groups:
-        speeds = {entry["block"]: f"{entry['speed_up']:.2f}×" for entry in group["blocks"]}
+        speeds = {entry["block"]: times({**entry, "value": entry["speed_up"]}) for entry in group["blocks"]}
         cells = [speeds.get(block, "–") for block in blocks]
-        rows.append((group["label"], str(group["batch"]), *cells, f"k = {group['best']}"))
+        rows.append((named(group["label"]), str(group["batch"]), *cells, _fastest(group)))
     return Table(
         "Speed-up over plain decoding by block length k", ("drafter", "batch", *map(str, blocks), "best"), rows
     )
+
+
+def _fastest(group: Results) -> str:
+    """The fastest block, and the second where the prompts do not tell them apart."""
+    best = f"k = {group['best']}"
+    return f"{best}, no faster than {group['second']} for sure" if group.get("clear") is False else best
 
 
 def tables(results: Results) -> list[Table]:

@@ -19,6 +19,10 @@ from deepspec.models.sampling import Distribution, Sampling
 from deepspec.models.target import Target
 from deepspec.models.verify import ThresholdSchedule, verify
 
+# Raise it when the same options give other tokens or other rounds: answers on disk are not reused across versions.
+# 2: every round verifies its whole block, also where the token limit cuts what is kept.
+DECODE_SEMANTICS = 2
+
 # confidence_BG (on the CPU, 0 where a row cannot offer a token) → lengths_B, tensor or array. Lossless only if what it
 # decides about x_k it decides from x_<k: see ThresholdSchedule and deepspec/eval/scheduler.py.
 Schedule = Callable[[Tensor], Any]
@@ -48,13 +52,15 @@ class Round:
 @dataclass
 class Completion:
     """``tokens`` end with the stop token when finish_reason is "stop". The first token comes from the prefill and
-    belongs to no round. ``seconds`` run from the row's prefill to its end."""
+    belongs to no round. ``seconds`` run from the row's prefill to its end; ``share`` is the row's part of the seconds
+    of the run, in which every step's are shared by the rows active in it."""
 
     index: int
     tokens: list[int]
     finish_reason: str
     rounds: list[Round]
     seconds: float
+    share: "Timings"
 
 
 @dataclass
@@ -68,6 +74,10 @@ class Timings:
     rounds: int = 0
     tokens: int = 0
 
+    def add(self, part: str, seconds: float) -> None:
+        """Book seconds under prefill, draft, verify or other."""
+        setattr(self, part, getattr(self, part) + seconds)
+
     @property
     def total(self) -> float:
         """All seconds."""
@@ -80,6 +90,7 @@ class _Row:
     prompt: Sequence[int]
     uniforms: Tensor | None
     started: float
+    share: Timings
     tokens: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     finish_reason: str | None = None
@@ -212,7 +223,7 @@ class _Loop:
         for group in prefill_groups(sorted(new, key=lambda row: len(row.prompt))):
             self._prefill(group)
         if new:
-            self._lap("prefill")
+            self._lap("prefill", new)
 
     def _new_row(self, index: int, prompt: Sequence[int]) -> _Row:
         uniforms = None
@@ -220,7 +231,7 @@ class _Loop:
             generator = torch.Generator().manual_seed((self.options.seed * 0x9E3779B97F4A7C15 + index) % (1 << 63))
             # One row per round: G for the draft, G for acceptance, one for the target's own token.
             uniforms = torch.rand(self.options.max_new_tokens, 2 * self.block + 1, generator=generator)
-        return _Row(index, prompt, uniforms, time.perf_counter())
+        return _Row(index, prompt, uniforms, time.perf_counter(), Timings())
 
     def _prefill(self, group: list[_Row]) -> None:
         counts = [len(row.prompt) for row in group]
@@ -248,9 +259,9 @@ class _Loop:
         device = self.target.device
         anchor_B = torch.tensor([row.tokens[-1] for row in self.rows]).to(device)
         uniforms = self._uniforms(self.rows)
-        self._lap("other")
+        self._lap("other", self.rows)
         proposal, lengths = self._propose(anchor_B, uniforms)
-        self._lap("draft")
+        self._lap("draft", self.rows)
         width = max(lengths)
         draft_Bk = anchor_B.new_empty(len(lengths), 0) if proposal is None else proposal.tokens_BG[:, :width]
         tokens_BT = torch.cat([anchor_B[:, None], draft_Bk], 1)
@@ -263,13 +274,13 @@ class _Loop:
         accepted_B, next_B = verify(p, draft_Bk, q, torch.tensor(lengths).to(device), accept_uniforms)
         # The round's only wait: what was accepted, the target's token, and the draft.
         host = torch.cat([accepted_B[:, None], next_B[:, None], draft_Bk], 1).tolist()
-        self._lap("verify")
+        self._lap("verify", self.rows)
         self.cache.truncate(starts + torch.tensor([line[0] + 1 for line in host]))
         if self.drafter is not None:
             padded_BT1 = torch.cat([tokens_BT, next_B[:, None]], 1)
             following_BT1 = padded_BT1.scatter_(1, accepted_B[:, None] + 1, next_B[:, None])
             self.drafter.extend(self.state, following_BT1, states.taps_BTF, accepted_B + 1)
-            self._lap("draft")
+            self._lap("draft", self.rows)
         confidence = None if proposal is None or proposal.confidence_BG is None else proposal.confidence_BG.tolist()
         for b, (row, line) in enumerate(zip(self.rows, host, strict=True)):
             # A row that only waits for the target's last token proposes nothing, whatever the others do.
@@ -351,14 +362,18 @@ class _Loop:
                 self.state.remove(b)
             self.rows[b] = self.rows[-1]
             self.rows.pop()
-            yield Completion(row.index, row.tokens, row.finish_reason, row.rounds, time.perf_counter() - row.started)
+            seconds = time.perf_counter() - row.started
+            yield Completion(row.index, row.tokens, row.finish_reason, row.rounds, seconds, row.share)
 
-    def _lap(self, name: str) -> None:
-        """Book the time since the last lap."""
+    def _lap(self, name: str, rows: Sequence[_Row]) -> None:
+        """Book the time since the last lap, in equal shares to ``rows``."""
         if self._synchronise and self.target.device.type != "cpu":
             torch.accelerator.synchronize(self.target.device)
         now = time.perf_counter()
-        setattr(self.timings, name, getattr(self.timings, name) + now - self._mark)
+        elapsed = now - self._mark
+        self.timings.add(name, elapsed)
+        for row in rows:
+            row.share.add(name, elapsed / len(rows))
         self._mark = now
 
 

@@ -83,7 +83,7 @@ class FrozenHead:
 
     @property
     def embed_scale(self) -> float:
-        """Factor of the embeddings, rounded to the weights' dtype as the models do: √3072 = 55.43 is 55.5 in bfloat16."""
+        """Factor of the embeddings, rounded to the weights' dtype as models do: √3072 = 55.43, 55.5 in bfloat16."""
         return float(torch.tensor(self._exact_embed_scale).to(self.embed_VD.dtype))
 
     @property
