@@ -78,9 +78,7 @@ def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
     return None
 
 
-def ending_fault(
-    record: Record, rules: Rules, stop_gap: float, tolerance: float
-) -> tuple[int, str] | None:
+def ending_fault(record: Record, rules: Rules, stop_gap: float, tolerance: float) -> tuple[int, str] | None:
     """(position, what is wrong) where an answer does not end as ``rules`` ask, None where it does.
 
     ``stop_gap``: largest logit minus the largest of a stop token, after the answer's last token.
@@ -278,9 +276,7 @@ class Control:
             plain = self.plain[record.key]
             position = first_difference(plain.tokens, record.tokens)
             assert position is not None
-            ours, theirs = (
-                item.tokens[position] if position < len(item.tokens) else None for item in (plain, record)
-            )
+            ours, theirs = (item.tokens[position] if position < len(item.tokens) else None for item in (plain, record))
             gap = None
             if ours is not None and theirs is not None:
                 plain_gap = self.scores[record.key].gap_A[position]

@@ -23,8 +23,8 @@ CURVES = {
     "decode": {"tau": "tau_decoded"},
 }
 PROOF = (
-    "Every token of every answer is scored by the target given its own prefix: it must be the maximum, or lie within the "
-    "rounding that was measured in this run (excused). Plain decoding's answers are scored alike: the null run. "
+    "Every token of every answer is scored by the target given its own prefix: it must be the maximum, or lie within "
+    "the rounding that was measured in this run (excused). Plain decoding's answers are scored alike: the null run. "
     "Identical: equal to plain greedy decoding's answer bit for bit. Ties: answers that differ from it and stand."
 )
 OLD_CHECK = (

@@ -101,9 +101,7 @@ def _states(target: Target, texts: Sequence[Text], shape: Shape) -> list[Tensor]
     pieces = [_pieces(text, shape) for text in texts]
     rounds = max(len(parts) for parts in pieces)
     # A row that has ended reads a filler token in every further forward: a forward takes no empty rows.
-    longest = max(
-        text.size + rounds - len(parts) for text, parts in zip(texts, pieces, strict=True)
-    )
+    longest = max(text.size + rounds - len(parts) for text, parts in zip(texts, pieces, strict=True))
     cache = target.new_cache(len(texts), longest)
     cache.add(len(texts))
     read = [0] * len(texts)
