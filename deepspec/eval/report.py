@@ -184,11 +184,8 @@ def _details(variant: str, name: str, check: Results | None) -> list[str]:
 
 
 def _difference(variant: str, name: str, first: Results) -> str:
-    gap = (
-        "at an answer's end"
-        if first["gap"] is None
-        else f"logit gap {first['gap']:.2e} (tie below {first['tolerance']:g})"
-    )
+    tolerance = "" if first["tolerance"] is None else f" (tie below {first['tolerance']:g})"
+    gap = "at an answer's end" if first["gap"] is None else f"logit gap {first['gap']:.2e}{tolerance}"
     kind = "tie" if first["tie"] else "DIFFERENCE"
     return f"{variant}, {name}: {kind} in {first['prompt']} at token {first['position']}, {gap}."
 
