@@ -136,7 +136,12 @@ def one_uniform_reused() -> AbstractContextManager[Any]:
 
 
 def sampled(
-    target: Target, drafter: Any, prompt: list[int], expected: Answers, options: argparse.Namespace, greedy: bool = False
+    target: Target,
+    drafter: Any,
+    prompt: list[int],
+    expected: Answers,
+    options: argparse.Namespace,
+    greedy: bool = False,
 ) -> tuple[float, str]:
     """(p, words) of the chi-square test on ``options.samples`` answers of three tokens."""
     completions = list(
@@ -280,8 +285,20 @@ class Greedy:
             batch_size=self.batch_size,
             stop_ids=self.stop_ids,
         )
+        seconds = dict.fromkeys(("wall", "prefill", "draft", "verify", "other"), 0.0)
         records = [
-            Record("own", "prompt", done.index, "", 0, done.tokens, done.finish_reason, [], None, 0.0, 0.0, 0.0, 0.0, 0.0)
+            Record(
+                dataset="own",
+                prompt="prompt",
+                turn=done.index,
+                prompt_digest="",
+                prompt_tokens=len(self.prompts[done.index]),
+                tokens=done.tokens,
+                finish=done.finish_reason,
+                rounds=[],
+                confidence=None,
+                **seconds,
+            )
             for done in completions
         ]
         return sorted(records, key=lambda record: record.turn)

@@ -1,7 +1,7 @@
 """``python -m deepspec.eval.engine_check``: a drafter inside a serving engine, against the evaluator.
 
-Two claims, on held-out prompts at temperature 0: with the drafter the engine's answers are as lossless as without it, and
-the share of draft tokens it accepts is the evaluator's. Exports, serves and asks; decodes nothing itself.
+Two claims, on held-out prompts at temperature 0: with the drafter the engine's answers are as lossless as without it,
+and the share of draft tokens it accepts is the evaluator's. Exports, serves and asks; decodes nothing itself.
 """
 
 import argparse

@@ -23,8 +23,8 @@ CURVES = {
     "decode": {"tau": "tau_decoded"},
 }
 PROOF = (
-    "Every token of every answer is scored by the target given its own prefix: it must be the maximum, or lie within the "
-    "rounding that was measured in this run (excused). Plain decoding's answers are scored alike: the null run. "
+    "Every token of every answer is scored by the target given its own prefix: it must be the maximum, or lie within "
+    "the rounding that was measured in this run (excused). Plain decoding's answers are scored alike: the null run. "
     "Identical: equal to plain greedy decoding's answer bit for bit. Ties: answers that differ from it and stand."
 )
 OLD_CHECK = (
@@ -194,11 +194,8 @@ def _details(variant: str, name: str, check: Results | None) -> list[str]:
 
 
 def _difference(variant: str, name: str, first: Results) -> str:
-    gap = (
-        "at an answer's end"
-        if first["gap"] is None
-        else f"logit gap {first['gap']:.2e} (tie below {first['tolerance']:g})"
-    )
+    tolerance = "" if first["tolerance"] is None else f" (tie below {first['tolerance']:g})"
+    gap = "at an answer's end" if first["gap"] is None else f"logit gap {first['gap']:.2e}{tolerance}"
     kind = "tie" if first["tie"] else "DIFFERENCE"
     return f"{variant}, {name}: {kind} in {first['prompt']} at token {first['position']}, {gap}."
 

@@ -24,8 +24,8 @@ _SUMMED += ("beyond", "broken")
 
 
 def excess(count: int, of: int, control: int, control_of: int, odds: float = ODDS) -> float:
-    """Chance of ``count`` of ``of`` or more, when ``control`` of ``control_of`` were counted in the control and the odds
-    of being counted are ``odds`` times the control's: Fisher's exact one-sided test, given both totals.
+    """Fisher's exact one-sided test: chance of ``count`` of ``of`` or more, given that ``control`` of ``control_of``
+    were counted in the control, and that the odds of being counted are ``odds`` times the control's.
 
     P(x) ∝ C(of, x) · C(control_of, total − x) · odds^x (Fisher's noncentral hypergeometric distribution).
     """

@@ -75,12 +75,13 @@ def changed(answers: dict, change) -> dict:
 def test_a_right_engine_passes(place, answers, tmp_path, capsys):
     assert run(place, tmp_path, answers) == 0
     said = capsys.readouterr().out
-    assert "identical answers, acceptance within 3 % of the evaluator's: yes" in said
+    assert "lossless answers, acceptance within 3 % of the evaluator's: yes" in said
     row = json.loads((tmp_path / "engine_check.json").read_text())["datasets"]["all"]
     drafted = [answer["timings"] for answer in answers["drafted"].values()]
     assert row["engine"] == row["evaluator"]
     assert row["engine"]["offered"] == sum(each["draft_n"] for each in drafted) > 0
     assert (row["identity"]["identical"], row["agreement"]["identical"]) == (3, 3)
+    assert row["identity"]["verdict"] == "identical"
 
 
 def test_the_drafter_is_served_as_its_export_says(place, answers, tmp_path):
@@ -109,12 +110,13 @@ def test_a_different_answer_fails_and_is_shown(place, answers, target, tmp_path,
     before, after = (repr(target.tokenizer.decode([wrong[name]])) for name in ("was", "is"))
     assert f"first difference: q0, token 2: {before} without the drafter, {after} with it" in said
     assert "2 of 3" in said
-    assert "identical answers, acceptance within 3 % of the evaluator's: NO" in said
+    assert "NOT lossless" in said
+    assert "lossless answers, acceptance within 3 % of the evaluator's: NO" in said
 
 
 @pytest.mark.parametrize(("factor", "status"), [(0.98, 0), (1.02, 0), (0.95, 1), (1.05, 1)])
 def test_acceptance_may_differ_by_three_percent(factor, status):
-    row = {"identity": {"different": 0}, "evaluator": {"offered": 20000, "accepted": 5000}}
+    row = {"identity": {"prompts": 3, "identical": 3}, "evaluator": {"offered": 20000, "accepted": 5000}}
     row["engine"] = {"offered": 10000, "accepted": round(2500 * factor)}
     assert engine_check.passed(row) == (status == 0)
     assert engine_check.difference(row) == pytest.approx(factor - 1)

@@ -173,17 +173,6 @@ def test_garbage_after_the_first_tie_fails(place):
     assert check["beyond"] > 200
 
 
-def test_garbage_behind_a_tie_of_exactly_equal_logits_fails():
-    target = tiny_target("qwen3")
-    target.head_VD[40] = target.head_VD[41]  # the two tokens now always score the same
-    plain = decode(target)
-    control = control_of(target, plain)
-    tie = [record([40 if token == 41 else token for token in item.tokens[:1]] + item.tokens[1:], item.turn) for item in plain]
-    assert control.check(tie)["beyond"] == 0
-    wrong = [replace(item, tokens=[*item.tokens[:1], *[0] * (TOKENS - 1)]) for item in tie]
-    assert control.check(wrong)["verdict"] == "NOT lossless"
-
-
 def test_a_wrong_token_is_named_with_its_gap(place):
     target, plain, control = place
     ids, tokens = prompts()[2], plain[2].tokens
@@ -285,7 +274,7 @@ def test_garbage_in_an_engines_plain_answers_proves_nothing(half):
 
 
 def test_equal_answers_are_not_scored_again(half, monkeypatch):
-    target, plain, control = half
+    _, plain, control = half
     seen = []
     right = exactness.score
     monkeypatch.setattr(exactness, "score", lambda t, texts, *more: seen.append(len(texts)) or right(t, texts, *more))

@@ -67,6 +67,31 @@ def test_every_variant_is_identical_to_plain_decoding(compared):
         assert (check["prompts"], check["identical"] + check["ties"], check["different"]) == (6, 6, 0), item["id"]
 
 
+def test_garbage_behind_the_first_token_is_not_lossless(place, tmp_path, capsys):
+    """The drafter's records are spoilt between two runs of the command, which reads them back."""
+    arguments = ("--baselines", "ngram", "--drafter", drafter_folder(place, "dspark"))
+    assert run(place, tmp_path, *arguments) == 0
+    assert "dspark: against plain greedy decoding: identical" in capsys.readouterr().out
+    file = tmp_path / "records-dspark-k4-b1-rank0.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        line["tokens"] = [line["tokens"][0]] + [7] * (len(line["tokens"]) - 1)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run(place, tmp_path, *arguments) == 3
+    said = capsys.readouterr().out
+    assert "dspark: against plain greedy decoding: NOT lossless" in said
+    assert "first offence: q" in said
+    assert "ngram: against plain greedy decoding: identical" in said
+    by_id = {item["id"]: item["datasets"]["mine"] for item in results(tmp_path)["variants"]}
+    assert by_id["dspark-k4-b1"]["identity"]["verdict"] == "NOT lossless"
+    assert by_id["dspark-k4-b1"]["identity"]["different"] > 0
+
+
+def test_without_plain_decoding_nothing_is_proven(place, tmp_path, capsys):
+    assert run(place, tmp_path, "--drafter", drafter_folder(place, "dspark"), "--no-plain", "--limit", 1) == 0
+    assert "dspark: against plain greedy decoding: not proven: there is no plain run" in capsys.readouterr().out
+
+
 def test_the_last_line_names_a_command_that_takes_these_records(place, compared, tmp_path, capsys):
     output = shutil.copytree(compared, tmp_path / "copy")
     names = [drafter_folder(place, name) for name in ("dspark", "dflash")]

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from deepspec.eval import table, verdict
+from deepspec.eval import report, table, verdict
 from tests.eval import made_up
 
 
@@ -149,3 +149,29 @@ def test_the_table_of_new_results():
     one = table.losslessness_table(results)
     proof = ["2000", "9", "8 of 2000", "0.5", "consistent"]
     assert list(one.rows) == [["dspark", "7", "1", "40", "35", "5", "0", *proof]]
+
+
+def test_the_report_shows_verdicts_and_offences():
+    results = made_up.results(["gsm8k", "mbpp"], {"dspark": 1.0}, count=6, sweep=False)
+    data = table.headline(results)[0]["datasets"]
+    first = {"prompt": "q1", "position": 3, "gap": 0.5, "tolerance": None, "tie": True}
+    data["gsm8k"]["identity"] = check(tolerance=None, first_difference=first)
+    data["mbpp"]["identity"] = check(beyond=1, offence={"text": "q2, token 5: 3 is 2 logits below the maximum 4"})
+    body = report._lossless(results).body
+    assert "mbpp: DIFFERENCE, 1 positions are beyond measured rounding. q2, token 5: 3 is 2 logits" in body
+    assert "too few plain positions to measure" in body
+    assert "it must be the maximum" in body
+
+
+def test_the_report_of_old_results_says_what_they_were():
+    results = made_up.results(["gsm8k", "mbpp"], {"dspark": 1.0}, count=6, sweep=False)
+    body = report._lossless(results).body
+    assert "mbpp: tie in mbpp/3 at token 17, logit gap 4.00e-04 (tie below 0.001)." in body
+    assert "what follows it was not looked at" in body
+    assert "verdict" not in body
+    card = report._lossless_card(table.identity_total(table.headline(results)[0]))
+    assert card == (
+        "11 of 12",
+        "answers identical to plain greedy decoding, 1 more differ by a floating-point tie",
+        False,
+    )
