@@ -139,10 +139,13 @@ DATA_SETS: dict[str, DataSet] = {row.name: row for row in (
             files=("data/arena-hard-v2.0/question.jsonl",),
             digest="4f451bd1f3dc0aa1ce1c8f8bb53c5bb74ee2fb2925010b6f9fc8c1fa131d719c"),
     DataSet("aime24", "math", 30, 30, "HuggingFaceH4/aime_2024", "train", _math("problem"),
-            revision="2fe88a2f1091d5048c0f36abc874fb997b3dd99a"),
-    DataSet("lbpp", "code", 162, 162, "CohereLabs/lbpp", "test", _one("instruction"), files=("python/test.parquet",)),
+            revision="2fe88a2f1091d5048c0f36abc874fb997b3dd99a",
+            digest="252a4408eb5b4b32dbcec27640d7a12d434b03dabbf9a5f4226bd0b2797b6791"),
+    DataSet("lbpp", "code", 162, 162, "CohereLabs/lbpp", "test", _one("instruction"), files=("python/test.parquet",),
+            digest="3c3c05b799c62a0056dcd8f4f4a7bf358f026cc2c4471c3156b613c645a69180"),
     DataSet("swe-bench", "code", 300, 300, "princeton-nlp/SWE-bench_Lite", "test", _swe_bench,
-            revision="6ec7bb89b9342f664a54a6e0a6ea6501d3437cc2"),
+            revision="6ec7bb89b9342f664a54a6e0a6ea6501d3437cc2",
+            digest="9481abd6276917261b861263a829c653e293b6ea70d4d291c137b77e433adbcd"),
 )}
 # fmt: on
 

@@ -3,7 +3,7 @@
 Field names are those of the published DeepSpec checkpoints. Knows no weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -18,6 +18,12 @@ ARCHITECTURES = {
     ("gemma3", "eagle3"): "Gemma3Eagle3Model",
     ("gemma4", "block"): "Gemma4DSparkModel",
     ("gemma4", "eagle3"): "Gemma4Eagle3Model",
+}
+# What a training run knows and drafting never reads, yet the public DeepSpec classes refuse a config without. The
+# values are those of the paper's recipes, for checkpoints that do not say them.
+_TRAINING_DEFAULTS: dict[str, dict[str, Any]] = {
+    "block": {"num_anchors": 512},
+    "eagle3": {"ttt_length": 7, "step_loss_decay": 0.8},
 }
 # Ids that the target's tokenizer never produces: unused rows of a padded vocabulary, or a <mask> token.
 _MASK_TOKENS = {"qwen2": 151669, "qwen3": 151669, "qwen3_moe": 151669, "llama": 128002, "gemma3_text": 4}
@@ -89,7 +95,6 @@ def published_fields(cfg: DrafterConfig, target: PretrainedConfig, vocab_size: i
     if cfg.kind == "eagle3":
         return fields | {
             "ttt_length": cfg.ttt_length,
-            "step_loss_decay": 0.8,
             "draft_num_hidden_layers": cfg.layers,
             "qk_norm": cfg.qk_norm,
         }
@@ -99,6 +104,19 @@ def published_fields(cfg: DrafterConfig, target: PretrainedConfig, vocab_size: i
         fields["markov_head_type"] = cfg.markov_head
     if cfg.confidence:
         fields["confidence_head_with_markov"] = cfg.confidence_with_markov
+    return fields
+
+
+def training_fields(kind: str, stored: Mapping[str, Any], **given: Any) -> dict[str, Any]:
+    """The fields of the training run that the public classes need of a drafter of this kind.
+
+    What is ``given`` goes before what the config has ``stored``, and that before the paper's value; None is not given.
+    """
+    defaults = _TRAINING_DEFAULTS["eagle3" if kind == "eagle3" else "block"]
+    fields: dict[str, Any] = {}
+    for name, default in defaults.items():
+        choices = (given.get(name), stored.get(name), default)
+        fields[name] = next(value for value in choices if value is not None)
     return fields
 
 

@@ -16,7 +16,7 @@ from deepspec import files
 from deepspec.models import families
 from deepspec.models.block_drafter import BlockDrafter
 from deepspec.models.confidence_scale import ConfidenceScale
-from deepspec.models.draft_config import draft_config, read_options
+from deepspec.models.draft_config import draft_config, read_options, training_fields
 from deepspec.models.drafter_base import TrainedDrafter
 from deepspec.models.drafter_config import DrafterConfig, DrafterConfigError
 from deepspec.models.eagle3 import Eagle3Drafter
@@ -104,6 +104,8 @@ def save(
     target_path: str | None = None,
     target_revision: str | None = None,
     thinking: bool | None = None,
+    num_anchors: int | None = None,
+    step_loss_decay: float | None = None,
     provenance: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
     include_head: bool = False,
@@ -115,8 +117,9 @@ def save(
     The target's embedding and head are left out unless ``include_head``; a reduced vocabulary always stores its rows of
     the head, as engines need them. ``dtype`` is bfloat16 or float32. ``state`` replaces the drafter's own state_dict
     (an average of weights, or a gathered sharded one). ``target_path`` is a hub id or folder, as the user gave it.
-    Facts not given keep the values of the checkpoint that the drafter was loaded from; a path, with its revision,
-    replaces both. Raises ValueError for another dtype.
+    ``num_anchors`` (per sequence, block drafters) and ``step_loss_decay`` (EAGLE-3) are the training run's: the public
+    DeepSpec classes load no config without them. Facts not given keep the values of the checkpoint that the drafter
+    was loaded from, or the paper's; a path, with its revision, replaces both. Raises ValueError for another dtype.
     """
     from safetensors.torch import save_file
 
@@ -144,7 +147,9 @@ def save(
     tensors = _tensors(drafter, drafter.state_dict() if state is None else state, dtype, include_head)
     with files.atomic_write(Path(folder) / WEIGHTS) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
-    files.write_json(Path(folder) / CONFIG, _config_fields(drafter, dtype) | {"deepspec": metadata})
+    fields = _config_fields(drafter, dtype)
+    fields |= training_fields(drafter.config.kind, fields, num_anchors=num_anchors, step_loss_decay=step_loss_decay)
+    files.write_json(Path(folder) / CONFIG, fields | {"deepspec": metadata})
 
 
 def _scale_fields(drafter: TrainedDrafter) -> dict[str, Any]:
@@ -228,7 +233,7 @@ def own_layout(folder: str | Path) -> dict[str, Any]:
     if not imports.native(fields):
         raise CheckpointError(
             f"{folder} is of another layout, which has no place for this project's fields: import it first (python -m "
-            f"deepspec.models.export --drafter {folder} --to deepspec --output FOLDER)"
+            f"deepspec.models.export --drafter {folder} --to deepspec --target TARGET --output FOLDER)"
         )
     return _checked(Path(folder), fields)
 

@@ -11,8 +11,19 @@ class UnknownFamilyError(ValueError):
     """The target's ``model_type`` has no row in ``FAMILIES``."""
 
 
+class RopeError(ValueError):
+    """A rotary embedding whose frequencies depend on more than a token's own position."""
+
+
 class TapError(ValueError):
     """Tap ids that are not ascending decoder layers of this target."""
+
+
+# Rotary embeddings whose frequencies are fixed when the model is loaded. transformers' "dynamic" and "longrope" choose
+# theirs anew in every forward, by the longest position of the whole batch: a row's states then depend on its
+# neighbours, keys in a cache stem from other frequencies than the queries that meet them, and drafted decoding, which
+# forwards other batches than plain decoding, cannot equal it.
+FIXED_ROPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,31 @@ def family_of(config: Any) -> Family:
     raise UnknownFamilyError(
         f"target family with model_type {wanted[0]!r} is not supported; known model_types: {known}. "
         "A new family is one row in deepspec/models/families.py"
+    )
+
+
+def rope_types(config: Any) -> set[str]:
+    """Kinds of rotary embedding of the decoder layers; several where each type of layer has its own (Gemma)."""
+    parameters = getattr(text_config(config), "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return {each.get("rope_type") or "default" for each in nested or [parameters]}
+
+
+def require_fixed_rope(config: Any) -> None:
+    """Raise RopeError unless the frequencies of every layer are functions of the position alone."""
+    varying = sorted(rope_types(config) - set(FIXED_ROPES))
+    if not varying:
+        return
+    positions = getattr(text_config(config), "max_position_embeddings", None)
+    remedy = f"take a target with one of {', '.join(FIXED_ROPES)}"
+    if varying == ["dynamic"]:
+        remedy += (
+            f", or, for texts of at most {positions} tokens, where both are the same, give a copy of the folder whose "
+            'config.json says rope_type "default"'
+        )
+    raise RopeError(
+        f"the target's rope_parameters have rope_type {', '.join(map(repr, varying))}, whose frequencies change with "
+        f"the longest text of the batch, so that no decoding in batches could equal plain decoding: {remedy}"
     )
 
 

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Below this a temperature is greedy, as in the public DeepSpec: logits divided by it leave float32's range.
+SMALLEST_TEMPERATURE = 1e-5
+# Above this, logits divided by it would be zeros, and tokens that are ruled out (−inf) would become NaN.
+LARGEST_TEMPERATURE = 1e30
+
 
 class SamplingError(ValueError):
     """A sampling parameter outside its range."""
@@ -15,8 +20,9 @@ class SamplingError(ValueError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filters off. Filters apply in the order
-    temperature, top-k, top-p, min-p, each on the renormalised survivors (as in transformers)."""
+    """Temperature 0, or one below SMALLEST_TEMPERATURE, is greedy; top_k 0, top_p 1 and min_p 0 switch the filters off.
+    Filters apply in the order temperature, top-k, top-p, min-p, each on the renormalised survivors (as in
+    transformers). Raises SamplingError for values outside their range, NaN included."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -24,8 +30,10 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise SamplingError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if not 0.0 <= self.temperature <= LARGEST_TEMPERATURE:
+            raise SamplingError(
+                f"temperature must be 0 (greedy) or positive, at most {LARGEST_TEMPERATURE:g}, got {self.temperature}"
+            )
         if self.top_k < 0:
             raise SamplingError(f"top_k must be 0 (off) or positive, got {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
@@ -36,7 +44,7 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """Whether every draw is the argmax."""
-        return self.temperature == 0.0
+        return self.temperature < SMALLEST_TEMPERATURE
 
 
 class Distribution:
@@ -155,8 +163,9 @@ def filtered_logits(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1.0:
         ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
         probs = ordered.softmax(-1)
-        # A token stays while the mass before it has not reached top_p: the first is always kept.
+        # A token stays while the mass before it has not reached top_p.
         dropped = probs.cumsum(-1) - probs >= sampling.top_p
+        dropped[..., 0] = False  # even where a tiny top_p is 0 in float32
         scaled = scaled.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
     if sampling.min_p > 0.0:
         probs = scaled.softmax(-1)

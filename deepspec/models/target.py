@@ -121,6 +121,7 @@ class Target:
         self.model: Any = model.eval().requires_grad_(False)
         self.name, self.path, self._revision = name, path, revision
         self.family = families.family_of(full_config)
+        families.require_fixed_rope(full_config)
         self.config: Any = families.text_config(full_config)
         self.num_layers, self.hidden_size = self.config.num_hidden_layers, self.config.hidden_size
         self.taps = families.validate_taps(
@@ -145,7 +146,10 @@ class Target:
 
     @classmethod
     def load(cls, cfg: TargetConfig, device: torch.device | str | None = None) -> "Target":
-        """Load onto ``device`` (default: the accelerator, else the CPU) and run the norm-stage proof."""
+        """Load onto ``device`` (default: the accelerator, else the CPU) and run the norm-stage proof.
+
+        Raises UnknownFamilyError and RopeError before the weights are read, NormStageError after.
+        """
         from transformers import AutoConfig, AutoModelForCausalLM
 
         place = default_device() if device is None else torch.device(device)
@@ -153,7 +157,9 @@ class Target:
         source: dict[str, Any] = {"revision": cfg.revision}
         if (gguf := gguf_file(path)) is not None:
             source["gguf_file"] = gguf
-        families.family_of(AutoConfig.from_pretrained(path, **source))  # refuse before the weights are read
+        stored = AutoConfig.from_pretrained(path, **source)
+        families.family_of(stored)  # refuse before the weights are read
+        families.require_fixed_rope(stored)
         if place.type != "cpu":
             torch.accelerator.set_device_index(place.index or 0)  # what synchronises or allocates by default means it
             if gguf is None:

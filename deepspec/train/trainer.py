@@ -265,6 +265,8 @@ class Trainer:
             target_path=self.cfg.target.path,
             target_revision=self.cfg.target.revision,
             thinking=self.cfg.target.thinking,
+            num_anchors=self.cfg.data.anchors,
+            step_loss_decay=self.cfg.loss.step_decay,
             provenance={"recipe": dataclasses.asdict(self.cfg)},
             extra={"training": tau},
         )

@@ -122,7 +122,8 @@ def test_included_head_stands_alone(tmp_path):
 def test_command_writes_every_engine_and_its_serve_command(tmp_path, target_gguf, capsys):
     saved(tmp_path / "drafter")
     drafters.update_metadata(tmp_path / "drafter", temperatures=[1.0, 1.5, 2.0, 2.5], shifts=[-0.5, 0.0, 0.1, 0.0])
-    assert main(["--drafter", str(tmp_path / "drafter"), "--all", "--target-gguf", str(target_gguf)]) == 0
+    everything = ["--drafter", str(tmp_path / "drafter"), "--all", "--target-gguf", str(target_gguf)]
+    assert main([*everything, "--no-include-head"]) == 0
     said = capsys.readouterr().out
     made = tmp_path / "drafter" / "export"
     assert '"method": "dspark"' in said

@@ -18,7 +18,8 @@ from tests.models.exporting import KINDS, outputs, saved, speculators, zlab
 def test_speculators_layout_is_imported(kind, tmp_path):
     model, source = saved(tmp_path / "drafter", torch.float32, **KINDS[kind])
     folders.write(speculators(source, "dflash" if kind == "dflash" else "dspark"), tmp_path / "theirs")
-    assert main(["--drafter", str(tmp_path / "theirs"), "--to", "deepspec", "--output", str(tmp_path / "ours")]) == 0
+    where = ["--drafter", str(tmp_path / "theirs"), "--output", str(tmp_path / "ours")]
+    assert main([*where, "--to", "deepspec", "--no-include-head"]) == 0
     again = drafters.load(tmp_path / "ours", model.head)
     assert again.taps == TAPS
     assert torch.equal(outputs(again), outputs(model))

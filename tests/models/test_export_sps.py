@@ -24,7 +24,8 @@ def profile(path, fingerprint=None):
 def test_travels_with_every_export(tmp_path):
     saved(tmp_path / "drafter")
     write_target_gguf(tmp_path / "target.gguf")
-    where = ["--drafter", str(tmp_path / "drafter"), "--all", "--target-gguf", str(tmp_path / "target.gguf")]
+    where = ["--drafter", str(tmp_path / "drafter"), "--all", "--no-include-head"]
+    where += ["--target-gguf", str(tmp_path / "target.gguf")]
     assert main([*where, "--sps", str(profile(tmp_path / "sps.json"))]) == 0
     for engine in ("vllm", "sglang", "gguf", "deepspec"):
         copy = tmp_path / "drafter" / "export" / engine / sps.FILE

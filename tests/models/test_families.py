@@ -1,9 +1,11 @@
 """The family table: lookup, taps, windows."""
 
 import pytest
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deepspec.models import families
-from tests.tiny import tiny_config
+from tests.tiny import VOCAB, tiny_config, tiny_model, tiny_target
 
 
 @pytest.mark.parametrize(
@@ -79,3 +81,61 @@ def test_scale_and_cap():
     assert families.embed_scale(tiny_config("qwen3")) == 1.0
     assert families.softcap(tiny_config("gemma4")) == 20.0
     assert families.softcap(tiny_config("llama")) is None
+
+
+POSITIONS = 16  # the original length of the scaled ropes below
+_SCALED = dict(rope_theta=10000.0, factor=4.0, original_max_position_embeddings=POSITIONS)
+ROPES = {
+    "default": dict(rope_type="default", rope_theta=10000.0),
+    "linear": dict(rope_type="linear", **_SCALED),
+    "yarn": dict(rope_type="yarn", **_SCALED),
+    "llama3": dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, **_SCALED),
+    "proportional": dict(rope_type="proportional", **_SCALED),
+    "dynamic": dict(rope_type="dynamic", **_SCALED),
+    "longrope": dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[1.0, 2.0, 4.0, 8.0], **_SCALED),
+}
+
+
+def rope_model(kind):
+    length = POSITIONS if kind == "dynamic" else 64  # dynamic scales beyond max_position_embeddings
+    return tiny_model("llama", rope_parameters=ROPES[kind], max_position_embeddings=length)
+
+
+def longest_neighbour_matters(kind):
+    """Whether transformers' own logits of a short text change when a long text stands beside it."""
+    model = rope_model(kind)
+    tokens_BT = torch.arange(2 * 40).reshape(2, 40) * 7 % VOCAB
+    with torch.no_grad():
+        alone = model(tokens_BT[:1, :10]).logits
+        beside = model(tokens_BT).logits[:1, :10]
+    return not torch.allclose(alone, beside, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_ropes_that_depend_on_the_batch_are_refused_and_no_others(kind):
+    assert longest_neighbour_matters(kind) == (kind not in families.FIXED_ROPES)
+
+
+def test_every_rope_of_transformers_is_decided():
+    assert set(ROPES) == {"default", *ROPE_INIT_FUNCTIONS}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_varying_rope_is_refused_with_the_remedy(kind):
+    with pytest.raises(families.RopeError, match=rf"rope_type '{kind}'.*take a target with one of default, linear"):
+        tiny_target("llama", rope_parameters=ROPES[kind])
+    with pytest.raises(families.RopeError, match="of at most 512 tokens"):
+        families.require_fixed_rope(tiny_config("llama", rope_parameters=ROPES["dynamic"]))
+
+
+def test_a_varying_rope_of_one_type_of_layer_is_refused():
+    per_layer = {"full_attention": ROPES["dynamic"], "sliding_attention": ROPES["default"]}
+    config = tiny_config("gemma3", rope_parameters=per_layer)
+    assert families.rope_types(config) == {"dynamic", "default"}
+    with pytest.raises(families.RopeError, match="'dynamic'"):
+        families.require_fixed_rope(config)
+
+
+@pytest.mark.parametrize("kind", families.FIXED_ROPES)
+def test_fixed_ropes_are_taken(kind):
+    families.require_fixed_rope(tiny_config("llama", rope_parameters=ROPES[kind]))

@@ -125,3 +125,55 @@ def test_residual():
 def test_ranges(field, value):
     with pytest.raises(SamplingError, match=field):
         Sampling(**{field: value})
+
+
+EXTREMES = [
+    Sampling(1.0, top_p=1e-50),
+    Sampling(1.0, top_p=1e-300),
+    Sampling(1.0, min_p=1.0),
+    Sampling(1.0, min_p=1e-300),
+    Sampling(1e-5),
+    Sampling(1e-5, top_k=3, top_p=1e-45, min_p=1.0),
+    Sampling(1e30),
+    Sampling(1e30, top_k=2, top_p=0.5),
+    Sampling(0.5, top_k=10**9),
+]
+
+
+@pytest.mark.parametrize("sampling", EXTREMES, ids=str)
+def test_extreme_values_still_give_a_distribution_that_holds_the_argmax(sampling):
+    logits = logits_of(16, 33) * 50
+    logits[:, 5] = -torch.inf  # as a reduced draft vocabulary rules tokens out
+    p = Distribution.of(logits, sampling)
+    dense = p.probs()
+    assert bool(dense.isfinite().all())
+    torch.testing.assert_close(dense.sum(-1), torch.ones(16))
+    assert bool((dense[:, 5] == 0).all())
+    assert bool((dense.gather(-1, logits.argmax(-1, keepdim=True)) > 0).all())
+    drawn = p.sample(torch.linspace(0, 1 - 2**-24, 16))
+    assert bool((dense[torch.arange(16), drawn] > 0).all())
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-300, 5e-324, 9e-6])
+def test_temperatures_too_small_to_divide_by_are_greedy(temperature):
+    logits = logits_of(8, 33)
+    p = Distribution.of(logits, Sampling(temperature, top_p=0.9))
+    assert p.greedy
+    assert torch.equal(p.sample(torch.rand(8)), logits.argmax(-1))
+
+
+def test_the_smallest_temperature_that_samples_is_the_public_code_s():
+    assert Sampling(9.99e-6).greedy
+    assert not Sampling(1e-5).greedy
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+def test_nan_is_no_setting(name):
+    with pytest.raises(SamplingError, match=name):
+        Sampling(**{"temperature": 1.0, name: float("nan")})
+
+
+@pytest.mark.parametrize("temperature", [1e31, 1e308, float("inf"), -1e-9])
+def test_temperatures_that_cannot_be_divided_by_are_refused(temperature):
+    with pytest.raises(SamplingError, match="temperature must be 0"):
+        Sampling(temperature)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from deepspec.models.families import UnknownFamilyError
+from deepspec.models.families import RopeError, UnknownFamilyError
 from deepspec.models.target import (
     NormStageError,
     Target,
@@ -15,7 +15,7 @@ from deepspec.models.target import (
     check_norm_stage,
     resolve,
 )
-from tests.tiny import FAMILIES, VOCAB, tiny_model, tiny_target
+from tests.tiny import FAMILIES, VOCAB, tiny_config, tiny_model, tiny_target
 
 
 def tokens_of(rows, width, seed=0):
@@ -202,6 +202,13 @@ def test_load_refuses_an_unknown_family_before_reading_weights(tmp_path):
     GPT2Config().save_pretrained(tmp_path)
     with pytest.raises(UnknownFamilyError):
         Target.load(TargetConfig("x", str(tmp_path)), device="cpu")
+
+
+def test_load_refuses_a_varying_rope_before_reading_weights(tmp_path):
+    rope = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
+    tiny_config("llama", rope_parameters=rope).save_pretrained(tmp_path)  # there are no weights to read
+    with pytest.raises(RopeError, match="dynamic"):
+        Target.load(TargetConfig("t", str(tmp_path)), "cpu")
 
 
 def test_threads_that_share_a_target_get_their_own_taps():

@@ -22,13 +22,14 @@ from deepspec.models.export import (
 )
 from deepspec.models.export import checkpoint as folders
 from deepspec.models.frozen_head import FrozenHead
+from deepspec.models.target import TargetConfig, gguf_file, resolve
 
 EPILOG = """\
 examples:
   python -m deepspec.models.export --drafter runs/T/drafters/dspark --to vllm --target targets/T
   python -m deepspec.models.export --drafter D --to gguf --target-gguf T.gguf --gguf-type q8_0
   python -m deepspec.models.export --drafter D --all --output served     every engine that can, one folder each
-  python -m deepspec.models.export --drafter OTHERS --to deepspec --output mine     import, e.g. from speculators
+  python -m deepspec.models.export --drafter OTHERS --to deepspec --target T --output mine     import, e.g. speculators
   python -m deepspec.models.export --drafter served/vllm --to vllm --check          what would the engine say?
 docs/serving.md says what each engine reads."""
 
@@ -55,7 +56,11 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--target", metavar="NAME", help="folder or hub id: compared with the drafter and named in the command"
     )
-    out.add_argument("--include-head", action="store_true", help="write the target's embedding and head too (--target)")
+    out.add_argument(
+        "--include-head",
+        action=argparse.BooleanOptionalAction,
+        help="write the target's embedding and head too (default: for deepspec, whose public loader needs them)",
+    )
     out.add_argument(
         "--target-gguf", type=Path, metavar="FILE", help="the target for llama.cpp; its tokenizer is copied"
     )
@@ -86,9 +91,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.check:
         return _check(options, folders.read(drafter), engines, target)
     source = imports.read(drafter, taps=options.taps)
-    head = _head(options, source)
+    _check_own_head(options, source)
     given: dict[str, Any] = {
-        "head": head if options.include_head else None,
         "target": target,
         "gguf_type": options.gguf_type,
         "target_gguf": options.target_gguf,
@@ -97,13 +101,14 @@ def _run(options: argparse.Namespace) -> int:
     }
     if not options.all and len(engines) > 1:
         for engine in engines:  # all of them or none
-            check(source, engine, **given)
+            check(source, engine, head=_head(options, source, engine), **given)
     written = 0
     for engine in engines:
         output = options.output or options.drafter / "export"
         folder = output if options.output and len(engines) == 1 else output / engine
         try:
-            made = export(source, engine, folder, target_name=options.target, **given)
+            head = _head(options, source, engine)
+            made = export(source, engine, folder, head=head, target_name=options.target, **given)
         except ExportError as error:
             if not options.all:
                 raise
@@ -142,7 +147,6 @@ def _target_config(target: str | None) -> dict[str, Any] | None:
     from transformers import AutoConfig
 
     from deepspec.models.families import text_config
-    from deepspec.models.target import gguf_file
 
     gguf = gguf_file(target)
     try:
@@ -154,18 +158,45 @@ def _target_config(target: str | None) -> dict[str, Any] | None:
     return fields if quantised is None else fields | {"quantization_config": quantised}
 
 
-def _head(options: argparse.Namespace, source: Checkpoint) -> FrozenHead | None:
-    """The target's head, where a target was given; refuses an imported drafter that trained its own."""
-    if options.target is None:
-        if options.include_head:
-            raise ExportError("--include-head needs the target whose embedding and head are meant: add --target")
-        return None
-    if not options.include_head and not {folders.EMBED, folders.HEAD} & source.tensors.keys():
-        return None
-    head = FrozenHead.load(options.target, dtype=torch.float32, device="cpu")
-    if (problem := imports.head_error(source, head)) is not None:
+def _check_own_head(options: argparse.Namespace, source: Checkpoint) -> None:
+    """Raise ExportError for an imported drafter that trained its own embedding or head, where a target was given."""
+    if options.target is None or not {folders.EMBED, folders.HEAD} & source.tensors.keys():
+        return
+    problem = imports.head_error(source, _load_head(options.target, None))
+    if problem is not None:
         raise ExportError(f"{options.drafter}: {problem}")
-    return head
+
+
+def _head(options: argparse.Namespace, source: Checkpoint, engine: str) -> FrozenHead | None:
+    """The embedding and head to write for an engine, None for none.
+
+    They are those of --target, else of the target that the checkpoint names. Raises ExportError without either, and
+    for a target that cannot be read.
+    """
+    whole = {folders.EMBED, folders.HEAD} <= source.tensors.keys()
+    wanted = options.include_head
+    if wanted is None:  # a reduced vocabulary is this project's own, and its loader shares the target's embedding
+        wanted = ENGINES[engine].needs_head and not source.reduced
+    if not wanted or whole:
+        return None
+    recorded = source.metadata.get("target") or {}
+    place, revision = options.target, None
+    if place is None and recorded.get("path"):
+        named = TargetConfig(str(recorded.get("name") or "target"), str(recorded["path"]))
+        place, revision = resolve(named), recorded.get("revision")
+    reason = f"{engine} gets the target's embedding and head too"
+    remedy = "add --target, or --no-include-head to leave them out"
+    if place is None:
+        raise ExportError(f"{reason}, and the drafter does not say where its target is: {remedy}")
+    try:
+        return _load_head(place, revision)
+    except (OSError, ValueError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise ExportError(f"{reason}, and those of {place} cannot be read ({cause}): {remedy}") from error
+
+
+def _load_head(place: str, revision: str | None) -> FrozenHead:
+    return FrozenHead.load(place, dtype=torch.float32, device="cpu", revision=revision)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from deepspec.models.draft_config import training_fields
 from deepspec.models.export.checkpoint import LAYER_FIELDS, Checkpoint, older_rope_fields, rope_fields
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -57,6 +58,6 @@ def layout(checkpoint: Checkpoint, offset: int) -> Checkpoint:
     config["deepspec"] = checkpoint.metadata | {
         "target_layer_ids": list(checkpoint.taps),
         "block_size": checkpoint.block_size,
-        "ttt_length": source.get("ttt_length", 7),
+        **training_fields(checkpoint.kind, source),
     }
     return Checkpoint(config, {rename(name): tensor for name, tensor in checkpoint.tensors.items()})

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspec.models.draft_config import ARCHITECTURES
+from deepspec.models.draft_config import ARCHITECTURES, training_fields
 from deepspec.models.export import eagle3_layout
 from deepspec.models.export.checkpoint import Checkpoint, older_rope_fields, with_markov, with_mask_row
 
@@ -34,11 +34,13 @@ class Engine:
     own_embedding: bool = True  # reads an embedding that differs from the target's
     rope_types: tuple[str, ...] | None = None  # None: those of transformers
     reads_temperatures: bool = False
+    needs_head: bool = False  # does not share the target's embedding and head, but reads them from the drafter's file
 
 
 def native_layout(checkpoint: Checkpoint) -> Checkpoint:
-    """The DeepSpec layout with its anchor layout spelt out."""
-    return checkpoint.replaced(sample_from_anchor=True)
+    """The DeepSpec layout with its anchor layout spelt out and all fields that its public classes insist on."""
+    required = training_fields(checkpoint.kind, checkpoint.config)
+    return checkpoint.replaced(sample_from_anchor=True, **required)
 
 
 def _spark_layout(checkpoint: Checkpoint) -> Checkpoint:
@@ -95,12 +97,13 @@ ENGINES = {
     for engine in (
         Engine(
             "deepspec",
-            "this project",
+            "this project and its public release",
             tuple(ARCHITECTURES.values()),
             native_layout,
             _native_command,
             markov_heads=("vanilla", "gated", "rnn"),
             reads_temperatures=True,
+            needs_head=True,
         ),
         Engine(
             "vllm",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspec.models.draft_config import ARCHITECTURES
+from deepspec.models.draft_config import ARCHITECTURES, training_fields
 from deepspec.models.export import checkpoint as folders
 from deepspec.models.export import eagle3_layout
 from deepspec.models.export.checkpoint import EMBED, HEAD, LAYER_FIELDS, Checkpoint, ExportError, rope_fields
@@ -213,7 +213,7 @@ def _published_eagle3(
     fields |= _vocabulary(config, layer["vocab_size"])
     fields |= {
         "block_size": found.block_size,
-        "ttt_length": found.metadata.get("ttt_length", 7),
+        **training_fields("eagle3", found.metadata),
         "draft_num_hidden_layers": 1,
         "qk_norm": "layers.0.self_attn.q_norm.weight" in tensors,
     }

@@ -256,6 +256,33 @@ def _layers(s: Subject) -> Iterator[Finding]:
         )
 
 
+def _released(s: Subject) -> Iterator[Finding]:
+    """What this project reads and the public DeepSpec classes do not; their loader is silent about most of it."""
+    if s.engine.name != "deepspec":
+        return
+    public = "released DeepSpec's classes"
+    checkpoint, metadata = s.checkpoint, s.checkpoint.metadata
+    missing = [name for name in (EMBED, HEAD) if name not in checkpoint.tensors]
+    if missing:
+        yield Finding(
+            "warning",
+            " and ".join(missing),
+            f"not in the file: {public} fill them at random without an error (this project shares the target's): "
+            "export with --target, and without --no-include-head",
+        )
+    if checkpoint.architecture.startswith("Gemma3"):
+        yield Finding("warning", "architectures", f"there is no {checkpoint.architecture} among {public}")
+    if checkpoint.reduced:
+        yield Finding("warning", "draft_vocab_size", f"{public} have no reduced vocabulary and refuse the smaller head")
+    if MASK in checkpoint.tensors or metadata.get("learned_mask"):
+        yield Finding("warning", MASK, f"{public} ignore a learned mask and would draft from the embedding's row")
+    sliding = "sliding_attention" in (s.config.get("layer_types") or ())
+    if sliding or metadata.get("sliding_window"):
+        yield Finding("warning", "layer_types", f"{public} attend to the whole context, not to a sliding window")
+    if s.eagle and s.config.get("qk_norm") is False:
+        yield Finding("warning", "qk_norm", f"{public} add q/k norms to EAGLE-3, which this drafter was trained without")
+
+
 def _rope(s: Subject) -> Iterator[Finding]:
     config = s.config
     if not any(name in config for name in ("rope_parameters", "rope_theta", "rope_scaling")):
@@ -308,6 +335,7 @@ RULES: tuple[Rule, ...] = (
     _markov,
     _confidence,
     _layers,
+    _released,
     _rope,
     _draft_tokens,
     _target,
