@@ -133,11 +133,10 @@ def plan_variants(options: argparse.Namespace, drafters: Sequence[Candidate]) ->
         for item in drafters
     ]
     described += [(name, name, NGRAM_BLOCK, {}) for name in options.baselines]
-    # prompt lookup was trained with no block: it takes any, by default as long a one as the drafters beside it
-    longest = max((trained for _, kind, trained, _ in described if kind not in BASELINES), default=NGRAM_BLOCK)
     for label, kind, trained, facts in described:
         if kind in BASELINES:
-            trained = max([options.block or longest, *(options.sweep_blocks or [])])
+            # no training bounds the block of prompt lookup
+            trained = max([options.block or NGRAM_BLOCK, *(options.sweep_blocks or [])])
         if options.block is not None and not 1 <= options.block <= trained:
             raise ValueError(f"--block {options.block}: drafter {label} was trained with block {trained}")
         full = options.block or trained
@@ -145,7 +144,9 @@ def plan_variants(options: argparse.Namespace, drafters: Sequence[Candidate]) ->
         blocks = swept or (range(1, full + 1) if options.sweep_blocks is not None else [])
         if any(not 1 <= block <= full for block in blocks):
             raise ValueError(f"--sweep-blocks {' '.join(map(str, blocks))}: drafter {label} takes 1 to {full}")
-        for draft in options.draft_sampling:
+        # what prompt lookup proposes is certain: there is one way to draw it
+        ways = options.draft_sampling[:1] if kind in BASELINES else options.draft_sampling
+        for draft in ways:
             name = label if draft == options.draft_sampling[0] else f"{label}-{draft}"
             for batch in options.batch_size:
                 for block in sorted({full, *blocks}):

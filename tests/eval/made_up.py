@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspec.eval import summary
+from deepspec.eval import compare, metrics, summary
 from deepspec.eval.records import Record
 from deepspec.eval.summary import Variant
 
@@ -84,6 +84,7 @@ def plain_records(like: list[Record], batch: int) -> list[Record]:
 def results(datasets: list[str], drafters: dict[str, float], *, count: int = 20, sweep: bool = True) -> dict[str, Any]:
     """A complete results.json: plain decoding and drafters (label → strength), with a block and batch sweep."""
     variants, out = [], []
+    tallies: dict[str, dict[str, metrics.Tally]] = {}
     for batch in (1, 8) if sweep else (1,):
         variants.append((Variant("plain", "plain", 0, batch, headline=batch == 1), 0.0))
         for label, strength in drafters.items():
@@ -96,9 +97,11 @@ def results(datasets: list[str], drafters: dict[str, float], *, count: int = 20,
     for variant, strength in variants:
         plain = {name: plain_records(answers[name], variant.batch) for name in datasets}
         if variant.kind == "plain":
+            tallies[variant.id] = summary.tallies_of(plain, 0)
             out.append(summary.variant_results(variant, plain, None, DOMAINS, 0))
             continue
         decoded = {name: records(name, variant, count, strength) for name in datasets}
+        tallies[variant.id] = summary.tallies_of(decoded, variant.block)
         item = summary.variant_results(variant, decoded, plain, DOMAINS, 0)
         for name in datasets:
             item["datasets"][name]["identity"] = identity(count, ties=1 if name == "mbpp" else 0)
@@ -135,8 +138,9 @@ def results(datasets: list[str], drafters: dict[str, float], *, count: int = 20,
             for name in datasets
         ],
         "variants": out,
-        "comparison": summary.comparison(out),
-        "best_blocks": summary.best_blocks(out),
+        "comparison": compare.comparison(out, tallies, 0),
+        "best_blocks": compare.best_blocks(out, tallies, 0),
+        "revisions": ["c0ffee"],
         "provenance": {
             "versions": {"deepspec": "0.1.0", "torch": "2.15.0"},
             "python": "3.11",

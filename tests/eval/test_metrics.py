@@ -153,20 +153,3 @@ def test_macro_average_weighs_data_sets_equally():
     out = metrics.macro([small, large], [0, 1])
     assert out["tau"]["value"] == 1.5
     assert out["tau"]["low"] == out["tau"]["high"] == 1.5
-
-
-def test_speed_up_is_the_ratio_of_throughputs():
-    fast = metrics.tally([record([(1, 1, 2)] * 5, wall=1.0), record([(1, 1, 2)] * 5, wall=3.0)], 1)
-    plain = metrics.tally([record([(0, 0, 1)] * 10, wall=4.0), record([(0, 0, 1)] * 10, wall=4.0)], 0)
-    paired = metrics.speed_up(fast, plain, 0, paired=True)
-    assert paired["value"] == 2
-    assert paired["low"] <= 2 <= paired["high"]
-    assert metrics.speed_up(fast, plain, 0, paired=False)["low"] is None
-
-
-def test_relative_gain_reproduces_the_papers_qwen3_4b_line():
-    eagle3 = [5.14, 4.62, 3.92, 3.69, 4.16, 3.77, 2.39, 2.26, 2.55]
-    dflash = [5.40, 4.85, 4.15, 4.40, 4.74, 4.18, 3.07, 2.96, 2.83]
-    dspark = [6.11, 5.70, 4.89, 5.13, 5.38, 4.86, 3.64, 3.54, 3.29]
-    assert round(100 * metrics.relative_gain(dspark, eagle3), 1) == 30.9
-    assert round(100 * metrics.relative_gain(dspark, dflash), 1) == 16.3

@@ -1,6 +1,7 @@
 """Tables say what the results say."""
 
 import copy
+import re
 
 import pytest
 
@@ -38,19 +39,39 @@ def test_rows_have_the_headers_width_and_text_is_aligned(results):
 
 def test_the_papers_layout(results):
     one = table.comparison_table(results)
-    assert one.header == ("drafter", "gsm8k", "mbpp", "alpaca", "average", "gain of dspark")
+    assert one.header == ["drafter", "gsm8k", "mbpp", "alpaca", "average", "dspark gains over it"]
     values = {row[0]: row for row in one.rows}
     ours, theirs = (float(values[name][4]) for name in ("dspark", "dflash"))
     assert values["dspark"][5] == "–"
-    assert float(values["dflash"][5].removesuffix(" %")) == pytest.approx(100 * (ours / theirs - 1), abs=0.4)
+    value, low, high = map(float, re.fullmatch(r"(.*) % \((.*) to (.*)\)", values["dflash"][5]).groups())
+    assert value == pytest.approx(100 * (ours / theirs - 1), abs=0.4)
+    assert 0 < low < value < high
+
+
+def test_a_gain_whose_interval_holds_zero_is_no_difference():
+    assert table.gain({"value": 0.149, "low": 0.121, "high": 0.178}) == "+14.9 % (+12.1 to +17.8)"
+    assert table.gain({"value": 0.003, "low": -0.01, "high": 0.016}) == ("+0.3 % (-1.0 to +1.6), no difference shown")
+    assert table.gain({"value": 0.003, "low": None, "high": None}) == "+0.3 %"
+    assert table.gain(0.135) == "+13.5 %", "as results of version 1 hold it"
+    assert table.gain(None) == "–"
+
+
+def test_prompt_lookup_is_marked_as_free_and_every_drafter_compared_with_it():
+    both = made_up.results(["gsm8k"], {"dspark": 1.0, "ngram": 0.6}, count=8, sweep=False)
+    one = table.comparison_table(both)
+    assert one.header[-1] == "gains over prompt lookup (free)"
+    assert [row[0] for row in one.rows] == ["dspark", "prompt lookup (free)"]
+    assert one.rows[0][-1].startswith("+")
+    assert one.rows[1][-1] == "–"
 
 
 def test_the_block_table_names_the_best(results):
     one = table.block_table(results)
     assert one.header == ("drafter", "batch", *"1234567", "best")
     for row in one.rows:
-        speeds = [float(cell.removesuffix("×")) for cell in row[2:9]]
-        assert speeds[int(row[-1].removeprefix("k = ")) - 1] == max(speeds)
+        speeds = [float(cell.split("×")[0]) for cell in row[2:9]]
+        best = int(row[-1].split(",")[0].removeprefix("k = "))
+        assert speeds[best - 1] == max(speeds)
 
 
 def test_without_a_sweep_or_rivals_those_tables_are_absent():
@@ -70,6 +91,8 @@ def test_undefined_figures_are_dashes():
     assert table.positions([0.5, None, 1.0]) == ".50 – 1.0"
     assert table.spread({"value": 2.0, "low": None, "high": None}) == "2.00"
     assert table.times(None) == "–"
+    assert table.times({"value": 1.2, "low": None, "high": None}) == "1.20×"
+    assert table.times({"value": 1.2, "low": 1.1, "high": 1.35}) == "1.20× (1.10–1.35)"
     assert table.identical(None) == "–"
 
 
@@ -78,6 +101,6 @@ def test_speed_ups_over_several_sessions_are_marked(results):
     marked = copy.deepcopy(results)
     item = next(each for each in table.headline(marked) if each["label"] == "dflash")
     item["datasets"]["mbpp"]["sessions"] = 2
-    assert [row[6][-1] for row in table.drafter_table(item, 0.0).rows] == ["×", "*", "×", "*"]
+    assert [row[6][-1] for row in table.drafter_table(item, 0.0).rows] == [")", "*", ")", "*"]
     (note,) = table.notes(marked)
     assert note.startswith("* speed-ups of dflash divide seconds of different runs")

@@ -394,3 +394,17 @@ def test_timings_progress_and_inference_mode_stay_outside():
     assert sum(seen) == timings.tokens == 5 * len(PROMPTS)
     assert timings.rounds == 12  # two rows at a time, then the fifth alone
     assert timings.total == pytest.approx(timings.prefill + timings.draft + timings.verify + timings.other)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_seconds_of_a_run_are_shared_by_its_rows(batch_size):
+    """The shares of all answers add up to what the run booked, part by part, and no answer is free."""
+    target = tiny_target()
+    timings = Timings()
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [3]]
+    options = dict(max_new_tokens=9, drafter=PromptLookup(target.vocab_size, 3), batch_size=batch_size, stop_ids=())
+    completions = list(generate(target, prompts, timings=timings, **options))
+    for part in ("prefill", "draft", "verify", "other"):
+        shared = sum(getattr(completion.share, part) for completion in completions)
+        assert shared == pytest.approx(getattr(timings, part), rel=1e-9), part
+    assert min(completion.share.total for completion in completions) > 0
