@@ -112,7 +112,9 @@ def rows_of(batch: DraftBatch, config: DrafterConfig, weights: LossWeights) -> R
     else:
         size = config.block_size
         anchors_BN = batch.anchors_BN
-        weights_BNG = position_weights(size, weights.resolved(config).gamma_decay, device)
+        decay = weights.resolved(config).gamma_decay
+        assert decay is not None
+        weights_BNG = position_weights(size, decay, device)
     valid_BNG = block_valid(batch.supervised_BS, batch.segments_BS, anchors_BN, size)
     before_BNG = anchors_BN.clamp(min=0)[:, :, None] + torch.arange(size, device=anchors_BN.device)
     before_BNG = before_BNG.clamp(max=batch.tokens_BS.shape[1] - 2).clamp(min=0)
