@@ -166,13 +166,13 @@ def sampled(
 def sampling_outcomes(
     target: Target, drafter: Any, prompt: list[int], options: argparse.Namespace
 ) -> Iterator[Outcome]:
-    """Plain, with the drafter, with drafts that are often refused, and with one uniform reused."""
+    """Plain, with the drafter, with drafts from a flatter target, and with one uniform reused."""
     expected = exact(target, prompt, options.top_k)
     flat = FlatDrafter(target, target.vocab_size, block_size=2)
     runs: list[tuple[str, Any, bool]] = [("plain", None, False)]
     if not isinstance(drafter, PromptLookup):  # which finds nothing to propose in three tokens
         runs += [("the drafter", drafter, False), ("the drafter's greedy drafts", drafter, True)]
-    runs.append(("drafts that are often refused", flat, False))
+    runs.append(("drafts from a flatter target", flat, False))
     for name, tool, greedy in runs:
         p, text = sampled(target, tool, prompt, expected, options, greedy)
         yield Outcome(f"sampling, {name}", True, p >= REJECT, text)
