@@ -248,7 +248,7 @@ def test_output_under_a_schedule_is_the_target_s(place, tmp_path, capsys, schedu
         STAIRS.save(tmp_path / "sps.json")
         more += ["--sps", tmp_path / "sps.json"]
     assert run(place, tmp_path, *more) == 0  # 3 where greedy output differs
-    assert "identical to plain greedy decoding: yes" in capsys.readouterr().out
+    assert "against plain greedy decoding: identical" in capsys.readouterr().out
     made = results(tmp_path)
     wanted = {"schedule": schedule, "confidence_threshold": 0.5 if schedule == "threshold" else None}
     assert {name: made["settings"][name] for name in wanted} == wanted
@@ -267,7 +267,7 @@ def test_largest_probabilities_are_scheduled(place, tmp_path, capsys):
     assert run(place, tmp_path / "with", *more, "--max-probability") == 0
     said = capsys.readouterr()
     assert "not applied" not in said.err
-    assert said.out.count("identical to plain greedy decoding: yes") == 2
+    assert said.out.count("against plain greedy decoding: identical") == 2
     lengths = [
         next(item for item in results(tmp_path / name)["variants"] if item["label"] == "dflash")["datasets"]["mine"]
         for name in ("with", "without")
@@ -291,7 +291,8 @@ def test_defaults_find_the_newest_drafter_and_its_target(place, tmp_path, monkey
     assert [data["name"] for data in out["datasets"]] == ["demo-math", "demo-chat"]
     assert out["variants"][1]["label"] == "dflash"
     said = capsys.readouterr().out
-    assert "output identical to plain greedy decoding: yes, 2 of 2" in said
+    assert "against plain greedy decoding: identical" in said
+    assert "2 of 2 answers equal bit for bit" in said
     assert "next: " in said.splitlines()[-1]
 
 
