@@ -227,11 +227,14 @@ def second_best(target: Target, tolerance: float) -> AbstractContextManager[Any]
 
 
 def garbage_after_the_first_tie(control: Control, record: Record) -> Record:
-    """The second best token at the first near-tie, then token 0 up to the answer's end."""
+    """The second best token at the first near-tie, then token 0 up to the limit.
+
+    Only of answers that the limit cut: the others would be caught by their missing stop token already.
+    """
     scores, tolerance = control.scores[record.key], control.tolerance
     assert tolerance is not None
     near = (scores.lead_A <= tolerance).nonzero()
-    if not len(near):
+    if not len(near) or record.finish != "length":
         return record
     at = int(near[0, 0])
     second = int(scores.pair_A2[at, 1])
