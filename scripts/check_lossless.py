@@ -1,6 +1,6 @@
 """Is decoding with a drafter lossless, and would it show if it were not? On a real target.
 
-    python scripts/check_lossless.py [--drafter FOLDER] [--target smollm2-135m] [--samples 800] [--top-k 4]
+    python scripts/check_lossless.py [--drafter FOLDER] [--target smollm2-135m] [--samples 400] [--top-k 4]
 
 Sampling: answers of three tokens to one prompt are counted and compared with the exact joint distribution of the target
 at temperature 1 under top-k, from one forward over every pair of first tokens (chi-square). Greedy: the evaluator's
@@ -166,13 +166,13 @@ def sampled(
 def sampling_outcomes(
     target: Target, drafter: Any, prompt: list[int], options: argparse.Namespace
 ) -> Iterator[Outcome]:
-    """Plain, with the drafter, with drafts that are often refused, and with one uniform reused."""
+    """Plain, with the drafter, with drafts from a flatter target, and with one uniform reused."""
     expected = exact(target, prompt, options.top_k)
     flat = FlatDrafter(target, target.vocab_size, block_size=2)
     runs: list[tuple[str, Any, bool]] = [("plain", None, False)]
     if not isinstance(drafter, PromptLookup):  # which finds nothing to propose in three tokens
         runs += [("the drafter", drafter, False), ("the drafter's greedy drafts", drafter, True)]
-    runs += [("flat drafts", flat, False), ("flat drafts, greedy", flat, True)]
+    runs.append(("drafts from a flatter target", flat, False))
     for name, tool, greedy in runs:
         p, text = sampled(target, tool, prompt, expected, options, greedy)
         yield Outcome(f"sampling, {name}", True, p >= REJECT, text)
@@ -227,11 +227,14 @@ def second_best(target: Target, tolerance: float) -> AbstractContextManager[Any]
 
 
 def garbage_after_the_first_tie(control: Control, record: Record) -> Record:
-    """The second best token at the first near-tie, then token 0 up to the answer's end."""
+    """The second best token at the first near-tie, then token 0 up to the limit.
+
+    Only of answers that the limit cut: the others would be caught by their missing stop token already.
+    """
     scores, tolerance = control.scores[record.key], control.tolerance
     assert tolerance is not None
     near = (scores.lead_A <= tolerance).nonzero()
-    if not len(near):
+    if not len(near) or record.finish != "length":
         return record
     at = int(near[0, 0])
     second = int(scores.pair_A2[at, 1])
@@ -310,14 +313,16 @@ class Greedy:
         text = check["verdict"] if verdict.proven(check) else f"{check['verdict']}: {why}"
         return Outcome(name, honest, verdict.proven(check), text)
 
-    def outcomes(self) -> Iterator[Outcome]:
-        """The honest run, and every adversary."""
+    def outcomes(self, planted: bool = True) -> Iterator[Outcome]:
+        """The honest run, and every adversary; those that decode anew only if ``planted``."""
         dtype = str(self.target.dtype).removeprefix("torch.")
         yield self.outcome(f"{dtype}, the drafter", True, self.answers(self.drafter))
         for name, tamper in TAMPERED.items():
             wrong = [tamper(self.control, record) for record in self.plain]
             if wrong != self.plain:  # in float32 there may be no near-tie
                 yield self.outcome(f"{dtype}, {name}", False, wrong)
+        if not planted:
+            return
         bugs: dict[str, AbstractContextManager[Any]] = {
             "an accepted token too many": one_accepted_too_many(),
             "a stale cache row": stale_cache_row(),
@@ -352,10 +357,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafter", help="folder (default: the newest under runs/, else prompt lookup)")
     parser.add_argument("--target", help="recipe, folder or hub id (default: the drafter's own)")
-    parser.add_argument("--samples", type=int, default=800)
+    parser.add_argument("--samples", type=int, default=400)
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=64, help="of the samples")
-    parser.add_argument("--max-new-tokens", type=int, default=48, help="of the greedy answers")
+    parser.add_argument("--max-new-tokens", type=int, default=40, help="of the greedy answers")
     options = parser.parse_args()
     wrong = 0
     for dtype in ("float32", "bfloat16"):
@@ -365,7 +370,7 @@ def main() -> int:
             drafter,
             [render_prompt(target.tokenizer, [{"role": "user", "content": text}], False) for text in PROMPTS],
             options.max_new_tokens,
-        ).outcomes()
+        ).outcomes(planted=dtype == "bfloat16")  # where near-ties make it harder
         if dtype == "float32":
             prompt = target.tokenizer.encode(SAMPLING_PROMPT, add_special_tokens=False)
             outcomes = itertools.chain(sampling_outcomes(target, drafter, prompt, options), outcomes)

@@ -47,7 +47,7 @@ def test_greedy(script, dtype):
 
 def test_sampling(script):
     target = tiny_target("qwen3")
-    options = argparse.Namespace(samples=1000, top_k=3, batch_size=100)
+    options = argparse.Namespace(samples=600, top_k=3, batch_size=100)
     outcomes = list(script.sampling_outcomes(target, PromptLookup(VOCAB), [3, 1, 4], options))
-    assert [outcome.honest for outcome in outcomes] == [True, True, True, False]
-    assert [outcome.passed for outcome in outcomes] == [True, True, True, False], list(map(str, outcomes))
+    assert [outcome.honest for outcome in outcomes] == [True, True, False]
+    assert [outcome.passed for outcome in outcomes] == [True, True, False], list(map(str, outcomes))

@@ -19,7 +19,7 @@ from deepspec.eval.scoring import PARTS, Scores, Text, score
 from deepspec.models.target import Target
 
 FACTOR = 2.0  # of the largest rounding measured on a sample, for the positions outside it
-NOISE_POSITIONS = 2048  # about as many plain positions are computed in two shapes
+NOISE_POSITIONS = 1024  # about as many plain positions are computed in two shapes
 LEAST_NOISE_POSITIONS = 32  # fewer say nothing about the largest rounding
 
 PromptIds = Callable[[Record], Sequence[int]]  # the prompt tokens that a record answered

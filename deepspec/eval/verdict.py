@@ -19,8 +19,8 @@ LEVEL = 1e-3  # of the exact test
 ENOUGH_POSITIONS = 300  # none of 300 wrong: with 95 % confidence at most 1 % of all are
 RESOLVED_SHARE = 0.25  # of the control's positions, whose two largest logits are further apart than the tolerance
 
-_SUMMED = ("prompts", "identical", "ties", "different", "positions", "near_ties", "excused")
-_SUMMED += ("beyond", "broken")
+_OLD_KEYS = ("prompts", "identical", "ties", "different")
+_SUMMED: tuple[str, ...] = (*_OLD_KEYS, "positions", "near_ties", "excused", "beyond", "broken")
 
 
 def excess(count: int, of: int, control: int, control_of: int, odds: float = ODDS) -> float:
@@ -106,7 +106,7 @@ def is_old(check: Check) -> bool:
 def total(checks: Sequence[Check]) -> Check:
     """The sum of the checks of several data sets under one control. Old checks sum their four figures."""
     if any(is_old(check) for check in checks):
-        return {key: sum(check[key] for check in checks) for key in _SUMMED[:4]}
+        return {key: sum(check[key] for check in checks) for key in _OLD_KEYS}
     summed: Check = {key: sum(check[key] for check in checks) for key in _SUMMED}
     keys = checks[0]["null"] if checks else ()
     summed["null"] = {key: sum(check["null"][key] for check in checks) for key in keys}
