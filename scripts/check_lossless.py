@@ -330,7 +330,8 @@ class Greedy:
         tolerance = self.control.tolerance
         near_ties = self.control.noise["near_ties"]
         if tolerance is not None and near_ties:
-            bugs["second best at every near-tie"] = second_best(self.target, tolerance)
+            # Half of it: rounding then carries no token beyond the tolerance, and only their number gives them away.
+            bugs["second best at every near-tie"] = second_best(self.target, tolerance / 2)
         for name, bug in bugs.items():
             with bug:
                 wrong = self.answers(self.drafter)
