@@ -85,6 +85,7 @@ def evaluate(options: argparse.Namespace, command: str) -> int:
         options.thinking,
         options.seed,
         options.confidence_threshold,
+        threshold_on=options.threshold_on,
         schedule=None if options.sps is None else options.schedule,
         sps=options.sps,
     )
@@ -288,12 +289,13 @@ def revisions(decoded: dict[str, dict[str, list[Record]]]) -> list[str]:
 
 def settings(session: Session, options: argparse.Namespace) -> dict[str, Any]:
     """The options that shaped the run."""
-    names = ("max_new_tokens", "turns", "thinking", "confidence_threshold", "schedule", "limit", "seed", "batch_size")
+    names = ("max_new_tokens", "turns", "thinking", "confidence_threshold", "threshold_on", "schedule", "limit", "seed")
     return {
         "suites": options.suite,
         **vars(options.sampling),
         "draft_sampling": options.draft_sampling,
         **{name: getattr(options, name) for name in names},
+        "batch_size": options.batch_size,
         "device": str(session.target.device),
         "dtype": str(session.target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
@@ -354,7 +356,7 @@ def next_step(results: dict[str, Any], options: argparse.Namespace, output: Path
         return "the same command with --sweep-blocks finds the block length that is fastest here"
     for item in shown:
         full = item["drafter"].get("block_size") in (None, item["block"])  # a scale is of all positions
-        if full and "reliability" in item["macro"]:
+        if full and "reliability" in item["macro"]["pooled"]:
             return f"python -m deepspec.eval.calibrate --records {output} --run {item['id']}"
     folders = [item["drafter"]["folder"] for item in shown if item["drafter"]]
     if not folders:

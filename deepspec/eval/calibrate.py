@@ -16,7 +16,7 @@ import numpy as np
 
 from deepspec.eval import calibration, calibration_report
 from deepspec.eval.max_probability import METADATA, MaxProbability
-from deepspec.eval.rounds import Rounds, RoundsError, drafter_of, from_prompts, read_rounds
+from deepspec.eval.rounds import Rounds, RoundsError, drafter_of, read_rounds, rounds_of
 from deepspec.files import atomic_write, provenance, write_json
 from deepspec.models.confidence_scale import ConfidenceScale
 
@@ -148,19 +148,6 @@ def _weights(folder: Path) -> str:
     from deepspec.files import sha256_file
 
     return " ".join(sha256_file(file) for file in sorted(folder.glob("*.safetensors")))
-
-
-def rounds_of(records: list[Any]) -> Rounds:
-    """Rounds of the evaluator's records; a round that a stop token cut counts as far as it was kept."""
-    return from_prompts(
-        [
-            (offered if committed > accepted else committed, min(accepted, committed), confidence)
-            for (offered, accepted, committed), confidence in zip(
-                record.rounds, record.confidence or [None] * len(record.rounds), strict=True
-            )
-        ]
-        for record in records
-    )
 
 
 def store(origin: Origin, report: Mapping[str, Any], *, max_probability: bool, source: str) -> None:

@@ -1,18 +1,18 @@
-"""What a calibration did, as plain values: before and after by position, rivals, threshold sweep, and words. Pure."""
+"""Report of a calibration: before and after by position, every method, threshold sweep, as plain values and as text.
 
-import math
-from collections.abc import Sequence
-from dataclasses import asdict
+Measures are those of confidence.py.
+"""
+
 from typing import Any
 
 import numpy as np
 
-from deepspec.eval import calibration
+from deepspec.eval import calibration, confidence
+from deepspec.eval.confidence import ECE
 from deepspec.eval.rounds import Rounds, RoundsError
 from deepspec.models.confidence_scale import ConfidenceScale
 
 METHODS = ("platt", "sts", "single")  # those that keep the order of confidences and so may be stored
-THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(20))
 Table = dict[str, Any]
 
 
@@ -39,11 +39,12 @@ def calibrate(
     }
     comparison: dict[str, dict[str, Any]] = {}
     for name, values_NG in methods.items():
-        errors = calibration.errors_of(test, values_NG)
-        comparison[name] = {"mean_ece": float(np.mean(errors)), "ece": errors}
+        errors = confidence.errors_of(test, values_NG)
+        comparison[name] = {"mean_ece": confidence.mean_over_positions(errors), ECE: errors}
     chosen = method or choose(fit, seed)
     after_NG = methods[chosen]
-    judged = [calibration.judge(test, each, resamples=resamples, seed=seed) for each in (raw_NG, after_NG)]
+    before = confidence.judge(test, raw_NG, resamples=resamples, seed=seed)
+    after = confidence.judge(test, after_NG, resamples=resamples, seed=seed)
     return {
         "method": chosen,
         **scales[chosen].fields(),
@@ -57,21 +58,26 @@ def calibrate(
                 "temperature": scales[chosen].temperatures[k],
                 "shift": scales[chosen].shifts[k],
                 "fitted": calibration.identified(fit, k),
-                **{
-                    side: {name: _plain(interval) for name, interval in entries[k].items()}
-                    for side, entries in zip(("before", "after"), judged, strict=True)
-                },
+                "before": before[k],
+                "after": after[k],
             }
             for k in range(rounds.block_size)
         ],
         "comparison": comparison,
-        "floor": float(np.mean(calibration.floors_of(test, after_NG))),
+        "floor": confidence.mean_over_positions(confidence.floors_of(test, after_NG)),
         "best": min(comparison, key=lambda name: comparison[name]["mean_ece"]),
         "reliability": [
-            {"position": k + 1, "before": reliability(test, raw_NG, k), "after": reliability(test, after_NG, k)}
+            {
+                "position": k + 1,
+                "before": confidence.curve(test, raw_NG, k),
+                "after": confidence.curve(test, after_NG, k),
+            }
             for k in range(rounds.block_size)
         ],
-        "sweep": {"before": sweep(test, raw_NG), "after": sweep(test, after_NG)},
+        "sweep": {
+            "before": confidence.threshold_sweep(test, raw_NG),
+            "after": confidence.threshold_sweep(test, after_NG),
+        },
     }
 
 
@@ -97,71 +103,38 @@ def choose(fit: Rounds, seed: int) -> str:
         inner = judging = fit
     raw_NG = np.asarray(judging.confidence_NG, dtype=np.float64)
     errors = {
-        name: float(np.mean(calibration.errors_of(judging, calibration.scale(raw_NG, scale))))
+        name: confidence.mean_ece(judging, calibration.scale(raw_NG, scale))
         for name, scale in fit_scales(inner).items()
     }
     return min(METHODS, key=errors.__getitem__)
-
-
-def _plain(interval: calibration.Interval) -> dict[str, float | None]:
-    """For JSON, which has no NaN: an AUC of one class only is null."""
-    return {name: None if math.isnan(value) else value for name, value in asdict(interval).items()}
 
 
 def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def reliability(rounds: Rounds, confidence_NG: np.ndarray, position: int, bins: int = calibration.BINS) -> Table:
-    """Mean survival, share accepted and count of every bin that holds rounds."""
-    samples = calibration.observed(rounds, position)
-    predicted = np.cumprod(confidence_NG, axis=1)[samples.rows, position]
-    index = np.minimum((predicted * bins).astype(np.int64), bins - 1)
-    count = np.bincount(index, minlength=bins)
-    filled = count > 0
-    sums = [np.bincount(index, weights=values, minlength=bins) for values in (predicted, samples.outcome)]
-    means = [values[filled] / count[filled] for values in sums]
-    return {"predicted": means[0].tolist(), "observed": means[1].tolist(), "count": count[filled].tolist()}
-
-
-def sweep(rounds: Rounds, confidence_NG: np.ndarray, thresholds: Sequence[float] = THRESHOLDS) -> list[Table]:
-    """Verify only the prefix whose survival reaches a threshold (paper Figure 5): a what-if, exact for each round.
-
-    "acceptance_rate": accepted share of the verified draft tokens; "length": how many are verified; "tau". Rounds are
-    taken where they started in the recorded run, full blocks only.
-    """
-    full = rounds.proposed_N == rounds.block_size
-    survival_NG = np.cumprod(confidence_NG[full], axis=1)
-    accepted_N = rounds.accepted_N[full]
-    rows = []
-    for threshold in thresholds:
-        length_N = (survival_NG >= threshold).sum(axis=1)
-        taken_N = np.minimum(accepted_N, length_N)
-        rate = float(taken_N.sum() / length_N.sum()) if length_N.sum() else None
-        row = {"threshold": threshold, "acceptance_rate": rate, "length": float(length_N.mean())}
-        rows.append({**row, "tau": float(1 + taken_N.mean())})
-    return rows
-
-
 def render(report: Table) -> str:
     """The report as text."""
     title = f"{report['method']} on the test prompts:"
-    lines = [title, "position  temperature   shift  ECE before → after [95 %]              Brier            AUC of c_k"]
+    bins = f"ECE ({confidence.BINS} bins)"
+    lines = [title, f"position  temperature   shift  {bins} before → after [95 %]     Brier            AUC of c_k"]
     for row in report["positions"]:
         before, after = row["before"], row["after"]
-        ece, mark = after["ece"], " " if row["fitted"] else "*"
+        ece, mark = after[ECE], " " if row["fitted"] else "*"
         areas = [_number(side["auc_conditional"]["value"], ".4f") for side in (before, after)]
         lines.append(
             f"{row['position']:>8}  {row['temperature']:>11.3f}{mark} {row['shift']:>+6.2f}  "
-            f"{before['ece']['value']:>8.2%} → {ece['value']:.2%} "
+            f"{_number(before[ECE]['value'], '.2%'):>8} → {_number(ece['value'], '.2%')} "
             f"[{_number(ece['low'], '.2%')}, {_number(ece['high'], '.2%')}]   "
-            f"{before['brier']['value']:.4f} → {after['brier']['value']:.4f}   "
+            f"{_number(before['brier']['value'], '.4f')} → {_number(after['brier']['value'], '.4f')}   "
             f"{areas[0]} → {areas[1]}"
         )
     if not all(row["fitted"] for row in report["positions"]):
         lines.append("* reached by too few rounds for values of its own: those of the position before")
     means = {name: values["mean_ece"] for name, values in report["comparison"].items()}
-    lines.append("mean ECE on the test prompts: " + ", ".join(f"{name} {value:.2%}" for name, value in means.items()))
+    lines.append(
+        f"mean {bins} on the test prompts: " + ", ".join(f"{name} {value:.2%}" for name, value in means.items())
+    )
     tested = report["counts"]["test"]["rounds"]
     lines.append(f"exact confidences would show {report['floor']:.2%} on {tested} rounds; more prompts lower that")
     if report["best"] != "sts":
@@ -174,9 +147,13 @@ def render(report: Table) -> str:
 
 
 def render_sweep(report: Table) -> str:
-    """The threshold sweep as text, calibrated confidences."""
-    lines = ["threshold  acceptance  verified  tau"]
+    """The threshold sweep as text (paper Figure 5), calibrated confidences."""
+    lines = ["threshold  acceptance rate  drafts accepted  verified drafts  tau"]
     for row in report["sweep"]["after"]:
-        rate = _number(row["acceptance_rate"], ".1%")
-        lines.append(f"{row['threshold']:>9.2f}  {rate:>10}  {row['length']:>8.2f}  {row['tau']:.2f}")
+        drafts = _number(row["draft_acceptance_rate"], ".1%")
+        lines.append(
+            f"{row['threshold']:>9.2f}  {row['verify_rate']:>15.1%}  {drafts:>15}  {row['proposal_length']:>15.2f}  "
+            f"{row['tau']:.2f}"
+        )
+    lines.append("acceptance rate: tokens committed over tokens verified, the target's own token counted in both")
     return "\n".join(lines)

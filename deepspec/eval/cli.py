@@ -7,6 +7,7 @@ from pathlib import Path
 from deepspec.eval import suites
 from deepspec.eval.choose import BASELINES
 from deepspec.models.sampling import Sampling
+from deepspec.models.verify import CONDITIONAL, THRESHOLD_RULES
 
 DESCRIPTION = """\
 Speculative decoding of a target with one or more drafters, on benchmark suites or your own prompts.
@@ -137,7 +138,15 @@ def _verifying(group: argparse._ArgumentGroup) -> None:
         "--confidence-threshold",
         type=float,
         metavar="C",
-        help="verify only the prefix that survives with at least this probability (drafters with a confidence head)",
+        help="verify only the prefix before the first token that is less sure than this (drafters with a confidence "
+        "head)",
+    )
+    group.add_argument(
+        "--threshold-on",
+        choices=THRESHOLD_RULES,
+        default=CONDITIONAL,
+        help="what the threshold is on: the confidence of each token as in the paper (conditional), or the product of "
+        "those up to it (survival) (default: %(default)s)",
     )
     group.add_argument(
         "--max-probability",

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspec.eval.records import Record
+from deepspec.eval.rounds import known_outcome
 
 Array = NDArray[np.float64]
 RESAMPLES = 2000
@@ -22,8 +23,8 @@ LEVEL = 0.95
 # metric → (numerator, denominator); each is the ratio of two sums over prompts, so prompts weigh by their rounds
 RATIOS: dict[str, tuple[str, str]] = {
     "tau": ("committed", "rounds"),
-    "acceptance_rate": ("kept_all", "offered_all"),
-    "verify_efficiency": ("committed", "verified"),
+    "verify_rate": ("committed", "verified"),  # the paper's acceptance rate: bonus and correction tokens count
+    "draft_acceptance_rate": ("kept_all", "offered_all"),
     "proposal_length": ("proposed", "rounds"),
     "tokens_per_second": ("tokens", "wall"),
     "proposals_per_second": ("rounds", "wall"),
@@ -55,18 +56,15 @@ class Tally:
 def tally(records: Sequence[Record], block: int) -> Tally:
     """Count the rounds of each record.
 
-    A draft position k of a round is *offered* when it was verified, *reached* when all positions before it were
-    accepted, *kept* when it was accepted and stayed in the answer. In a round that was cut (committed ≤ accepted:
-    a stop token among the accepted ones, or the token limit) the positions after the cut are neither.
+    A draft position k of a round is *offered* when it was verified and its outcome is known (``known_outcome``),
+    *reached* when all positions before it were accepted, *kept* when it was accepted itself.
     """
     P = len(records)
     owner = np.repeat(np.arange(P), [len(record.rounds) for record in records])
     rounds = np.array([item for record in records for item in record.rounds], dtype=np.int64).reshape(-1, 3)
     proposed, accepted, committed = rounds.T
-    cut = committed <= accepted
-    kept = np.minimum(accepted, committed)
-    offered = np.where(cut, kept, proposed)
-    reached = np.where(cut, kept, np.minimum(proposed, accepted + 1))
+    offered, kept = known_outcome(proposed, accepted, committed)
+    reached = np.minimum(offered, kept + 1)
 
     def total(values: NDArray[Any]) -> Array:
         return np.bincount(owner, weights=values, minlength=P).astype(np.float64)
@@ -78,7 +76,7 @@ def tally(records: Sequence[Record], block: int) -> Tally:
         """[P, G]: rounds whose value is at least 1, 2, … G."""
         return histogram(values, block + 1)[:, ::-1].cumsum(axis=1)[:, ::-1][:, 1:]
 
-    columns = {"proposed": total(proposed), "committed": total(committed), "verified": total(proposed + 1)}
+    columns = {"proposed": total(proposed), "committed": total(committed), "verified": total(offered + 1)}
     columns["rounds"] = total(np.ones(len(rounds)))
     columns |= {"kept": at_least(kept), "offered": at_least(offered), "reached": at_least(reached)}
     columns |= {"kept_all": total(kept), "offered_all": total(offered)}
@@ -122,9 +120,10 @@ def interval(value: Array, replicates: Array | None) -> dict[str, Any]:
     if replicates is not None:
         tail = (1 - LEVEL) / 2
         # an all-NaN column (a position never reached) stays undefined rather than warning
-        filled = np.where(np.isnan(value), 0.0, replicates)
+        undefined = np.isnan(value) | np.isnan(replicates).all(axis=0)
+        filled = np.where(undefined, 0.0, replicates)
         quantile = np.nanquantile if np.isnan(filled).any() else np.quantile
-        low, high = np.where(np.isnan(value), np.nan, quantile(filled, (tail, 1 - tail), axis=0))
+        low, high = np.where(undefined, np.nan, quantile(filled, (tail, 1 - tail), axis=0))
     return {"value": _plain(value), "low": _plain(low), "high": _plain(high)}
 
 
@@ -146,17 +145,20 @@ def summarise(counts: Tally, seed: int | None) -> dict[str, Any]:
     return summary
 
 
-def macro(tallies: Sequence[Tally], seeds: Sequence[int], names: Sequence[str] = tuple(RATIOS)) -> dict[str, Any]:
-    """Unweighted mean over data sets of each ratio; the interval resamples prompts within every data set."""
+def macro(tallies: Sequence[Tally], seeds: Sequence[int]) -> dict[str, Any]:
+    """Unweighted mean over data sets of every metric, those by position too; undefined where it is in any of them.
+
+    The interval resamples prompts within every data set.
+    """
     out: dict[str, Any] = {}
-    for name in names:
+    for name, columns in (RATIOS | VECTORS).items():
         values, replicates = [], []
         for counts, seed in zip(tallies, seeds, strict=True):
             weights_WP = resamples(counts.prompts, seed) if counts.prompts > 1 else None
-            value, copies = ratio(counts, RATIOS[name], weights_WP)
+            value, copies = ratio(counts, columns, weights_WP)
             values.append(value)
             replicates.append(copies)
         known = [copies for copies in replicates if copies is not None]
         spread = np.mean(known, axis=0) if len(known) == len(tallies) else None
-        out[name] = interval(np.asarray(np.mean(values)), spread)
+        out[name] = interval(np.mean(values, axis=0), spread)
     return out

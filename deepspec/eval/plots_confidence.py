@@ -3,34 +3,37 @@
 from collections.abc import Sequence
 from typing import Any
 
+from deepspec.eval.confidence import ECE
 from deepspec.eval.plots import GRID, MUTED, Results, _known, _legend_above, _style, figure
 
 
 def reliability(drafters: Sequence[Results]) -> str:
-    """Confidence against the share really accepted, with the counts below; the diagonal is perfect calibration."""
-    shown = [item for item in drafters if "reliability" in item["macro"]]
+    """Survival predicted against the share accepted (paper Figure 6), all positions of all rounds together.
+
+    Below it the share of predictions in each bin; the diagonal is perfect calibration. The legend has the means over
+    positions.
+    """
+    diagrams = [(item["label"], item["macro"]["pooled"].get("reliability")) for item in drafters]
+    shown = [(label, diagram) for label, diagram in diagrams if diagram is not None]
 
     def draw(axes: Any) -> None:
         upper, lower = axes
         upper.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (2, 2)))
-        for index, item in enumerate(shown):
-            diagram = item["macro"]["reliability"]
-            filled = [bin for bin, count in enumerate(diagram["count"]) if count]
-            auc = "–" if diagram["auc"] is None else f"{diagram['auc']:.3f}"
-            label = f"{item['label']}: ECE {100 * diagram['ece']:.1f} %, ROC-AUC {auc}"
-            x = [diagram["confidence"][bin] for bin in filled]
+        for index, (label, diagram) in enumerate(shown):
+            predicted, observed, count = _merged(diagram)
             look = _style(index)
-            upper.plot(x, [diagram["accepted"][bin] for bin in filled], label=label, **look)
-            bins = len(diagram["count"])
-            share = [count / max(diagram["positions"], 1) for count in diagram["count"]]
+            upper.plot(predicted, observed, label=f"{label}: {_headline(diagram)}", **look)
+            bins = diagram["bins"]
+            share = [number / max(sum(count), 1) for number in count]
             width = 0.8 / bins / len(shown)
-            at = [(bin + 0.5) / bins + (index - (len(shown) - 1) / 2) * width for bin in range(bins)]
+            offset = (index - (len(shown) - 1) / 2) * width
+            at = [(_bin_of(value, bins) + 0.5) / bins + offset for value in predicted]
             lower.bar(at, share, width * 0.95, color=look["color"])
         upper.set_ylim(0, 1.02)
         upper.set_xlim(0, 1)
         upper.set_ylabel("share accepted")
-        lower.set_ylabel("of positions")
-        lower.set_xlabel("confidence")
+        lower.set_ylabel("of predictions")
+        lower.set_xlabel("predicted survival of the prefix")
         for axis in axes:
             axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
         lower.grid(axis="x", visible=False)
@@ -40,13 +43,45 @@ def reliability(drafters: Sequence[Results]) -> str:
     return figure("reliability", draw, rows=2, size=(5.6, 5.2), sharex=True, gridspec_kw={"height_ratios": [3, 1]})
 
 
+def _merged(diagram: Results) -> tuple[list[float], list[float], list[int]]:
+    """Mean prediction, share accepted and count of each filled bin, over the curves of all positions."""
+    cells: dict[int, list[tuple[float, float, int]]] = {}
+    for panel in diagram["positions"]:
+        for predicted, observed, count in zip(panel["predicted"], panel["observed"], panel["count"], strict=True):
+            cells.setdefault(_bin_of(predicted, diagram["bins"]), []).append((predicted, observed, int(count)))
+    predictions, shares, counts = [], [], []
+    for bin in sorted(cells):
+        total = sum(count for _, _, count in cells[bin])
+        predictions.append(sum(predicted * count for predicted, _, count in cells[bin]) / total)
+        shares.append(sum(observed * count for _, observed, count in cells[bin]) / total)
+        counts.append(total)
+    return predictions, shares, counts
+
+
+def _bin_of(predicted: float, bins: int) -> int:
+    return min(int(predicted * bins), bins - 1)
+
+
+def _headline(diagram: Results) -> str:
+    """ECE and ROC-AUC under their own names: results of version 1 have them of c_k, in ten bins."""
+    conditional = next((name for name in diagram if name.startswith("ece_") and name.endswith("_conditional")), None)
+    auc = diagram["auc_conditional"] if conditional else diagram["auc"]
+    area = "–" if auc is None else f"{auc:.3f}"
+    if conditional:
+        return f"ECE of c_k {100 * diagram[conditional]:.1f} %, ROC-AUC {area}"
+    error = diagram[ECE]
+    value = "–" if error is None else f"{100 * error:.1f} %"
+    return f"ECE ({diagram['bins']} bins) {value}, ROC-AUC {area}"
+
+
 def threshold_sweep(item: Results) -> str:
-    """Acceptance rate and τ that a confidence threshold would give, a line per domain."""
-    domains = {name: data["threshold_sweep"] for name, data in item["domains"].items() if data.get("threshold_sweep")}
+    """The paper's acceptance rate and τ that a confidence threshold would give (Figure 5), a line per domain."""
+    pooled = {name: data["pooled"].get("threshold_sweep") for name, data in item["domains"].items()}
+    domains = {name: rows for name, rows in pooled.items() if rows}
 
     def draw(axes: Any) -> None:
         for axis, key, label in zip(
-            axes, ("acceptance_rate", "tau"), ("acceptance rate", "τ, tokens per verification"), strict=True
+            axes, ("verify_rate", "tau"), ("acceptance rate", "τ, tokens per verification"), strict=True
         ):
             for index, (name, rows) in enumerate(domains.items()):
                 look = {**_style(index), "markevery": 2}

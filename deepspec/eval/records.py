@@ -96,18 +96,36 @@ def read(paths: Iterable[Path], settings: str) -> dict[tuple[str, str, int], Rec
 
 
 def _records(path: Path, settings: str) -> Iterator[Record]:
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, value in lines(path):
         try:
-            value = json.loads(line)
             if value["settings"] == settings:
                 yield Record.parse(value)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            if number >= len(lines) - 1:
+        except (KeyError, TypeError) as error:
+            raise _damaged(path, number, error) from error
+
+
+def lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and object of each line of a JSONL file, blank ones left out. The only reader of record files.
+
+    A last line that is not whole (an interrupted write) is ignored; any other damaged line raises RecordError.
+    """
+    texts = path.read_text(encoding="utf-8").split("\n")
+    for number, text in enumerate(texts, start=1):
+        if not text.strip():
+            continue
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            if number >= len(texts) - 1:
                 return
-            raise RecordError(f"{path} line {number} is damaged ({error}): delete that line and run again") from error
+            raise _damaged(path, number, error) from error
+        if not isinstance(value, dict):
+            raise _damaged(path, number, "no JSON object")
+        yield number, value
+
+
+def _damaged(path: Path, number: int, why: object) -> RecordError:
+    return RecordError(f"{path} line {number} is damaged ({why}): delete that line and run again")
 
 
 def _end_last_line(path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from deepspec.eval import page, plots, plots_confidence, table, verdict
 from deepspec.eval.page import Section
-from deepspec.eval.summary import FORMAT, PLAIN, VERSION
+from deepspec.eval.summary import FORMAT, PLAIN, VERSION, upgraded
 from deepspec.files import atomic_write, read_json
 
 Results = dict[str, Any]
@@ -38,7 +38,7 @@ class ReportError(ValueError):
 
 
 def load_results(path: Path) -> Results:
-    """Read results.json, given as the file or its folder. Raises ReportError."""
+    """Read results.json, given as the file or its folder, in today's terms. Raises ReportError."""
     file = path / "results.json" if path.is_dir() else path
     if not file.is_file():
         raise ReportError(f"no results.json at {path}: run `python -m deepspec.eval` first, or pass --results FOLDER")
@@ -50,7 +50,7 @@ def load_results(path: Path) -> Results:
         raise ReportError(
             f"{file} has schema version {version}, this report reads 1 to {VERSION}: evaluate again, or update deepspec"
         )
-    return results
+    return upgraded(results)
 
 
 def build(results: Results) -> str:
@@ -211,13 +211,17 @@ def _name(item: Results) -> str:
 def _positions(shown: Sequence[Results]) -> Section:
     caption = (
         "Top: share of draft tokens accepted at a position when everything before it was accepted. Bottom: share of "
-        "rounds in which the prefix up to the position survived. All rounds of a domain together."
+        "rounds in which the prefix up to the position survived. Means over the data sets of a domain; a position that "
+        "no round of one of them reached has none."
     )
     return Section("positions", "Acceptance by position", page.figure(plots.acceptance_by_position(shown), caption))
 
 
 def _lengths(shown: Sequence[Results]) -> Section:
-    caption = "How many tokens a round commits, the target's own token included; the mean of each histogram is τ."
+    caption = (
+        "How many tokens a round commits, the target's own token included; the mean of each histogram is τ. Means over "
+        "the data sets of a domain."
+    )
     return Section("lengths", "Accepted lengths", page.figure(plots.accepted_lengths(shown), caption))
 
 
@@ -249,7 +253,7 @@ def _time(results: Results) -> Section:
 
 
 def _calibration(shown: Sequence[Results]) -> Section:
-    known = [item for item in shown if "reliability" in item["macro"]]
+    known = [item for item in shown if "reliability" in item["macro"]["pooled"]]
     if not known:
         text = (
             "No variant recorded confidences (DSpark's confidence head gives them, --max-probability other drafters)."
@@ -257,14 +261,19 @@ def _calibration(shown: Sequence[Results]) -> Section:
         return Section("confidence", "Confidence", page.paragraph(text, "note"))
     caption = (
         "Reliability of the confidences (the confidence head's, or the largest probabilities of drafters without one): "
-        "positions whose prefix was accepted, in ten bins. Below the diagonal they are too high; "
-        "deepspec.eval.calibrate fits a scale that corrects this."
+        "the survival c₁⋯cₖ predicted for a prefix against the share accepted, in 20 bins, pooled over all rounds. ECE "
+        "and AUC are means over positions. Below the diagonal confidences are too high; deepspec.eval.calibrate fits a "
+        "scale that corrects this."
     )
     body = page.figure(plots_confidence.reliability(known), caption)
     for item in known:
-        if not any(data.get("threshold_sweep") for data in item["domains"].values()):
+        if not any(data["pooled"].get("threshold_sweep") for data in item["domains"].values()):
             continue
-        what = f"{item['label']}: what a confidence threshold would have given, computed from the rounds of this run."
+        what = (
+            f"{item['label']}: what a confidence threshold would have given, computed from the rounds of this run, "
+            "pooled within a domain. The acceptance rate is the paper's: tokens committed over tokens verified, the "
+            "target's own token counted in both."
+        )
         body += page.figure(plots_confidence.threshold_sweep(item), what)
     return Section("confidence", "Confidence", body)
 

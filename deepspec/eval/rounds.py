@@ -6,18 +6,46 @@ line.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from deepspec.eval import records
+from deepspec.eval.records import Record
 from deepspec.files import atomic_write, read_json
+
+_Round = tuple[int, int, list[float] | None]  # offered, kept, confidences of the block
 
 
 class RoundsError(ValueError):
     """Records that cannot be read or do not hold what is asked of them; names file, line and field."""
+
+
+def known_outcome(
+    proposed_N: np.ndarray, accepted_N: np.ndarray, committed_N: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draft tokens of each round whose outcome is known, and how many of these were accepted: (offered_N, kept_N).
+
+    All that were proposed, except in a round that was cut, which committed no more than it accepted: a stop token lies
+    among the accepted ones. Up to and including it they were accepted; what follows is neither accepted nor rejected.
+    """
+    cut_N = committed_N <= accepted_N
+    kept_N = np.minimum(accepted_N, committed_N)
+    return np.where(cut_N, kept_N, proposed_N), kept_N
+
+
+def known_rounds(rounds: Sequence[Sequence[int]], confidence: Sequence[list[float]] | None) -> list[_Round]:
+    """(offered, kept, confidences) of each recorded (proposed, accepted, committed).
+
+    Raises ValueError or TypeError where they are not threes of integers, or not as many as the confidences.
+    """
+    counts_N3 = np.asarray(rounds, dtype=np.int64).reshape(len(rounds), 3)
+    offered_N, kept_N = known_outcome(*counts_N3.T)
+    confidences: Sequence[list[float] | None] = confidence or [None] * len(rounds)
+    return list(zip(offered_N.tolist(), kept_N.tolist(), confidences, strict=True))
 
 
 @dataclass(frozen=True)
@@ -88,6 +116,11 @@ def from_prompts(prompts: Iterable[Iterable[tuple[int, int, Iterable[float] | No
     )
 
 
+def rounds_of(answers: Iterable[Record]) -> Rounds:
+    """Rounds of the evaluator's records, each a prompt."""
+    return from_prompts(known_rounds(record.rounds, record.confidence) for record in answers)
+
+
 def write_rounds(path: str | Path, rounds: Rounds) -> None:
     """One line for each prompt, in the evaluator's layout (``read_rounds``); atomic."""
     with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
@@ -154,37 +187,25 @@ def drafter_of(records: Path, run: str | None) -> Mapping[str, Any]:
     return drafters[0] if len(folders) == 1 else {}
 
 
-_Round = tuple[int, int, list[float] | None]
-
-
 def _lines(files: list[Path]) -> Iterator[tuple[str, tuple[str, ...], list[_Round]]]:
     for file in files:
-        with file.open(encoding="utf-8") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield from _parse(line, file, number)
+        try:
+            for number, line in records.lines(file):
+                if "rounds" in line:  # else no record: a failure, a log
+                    yield _parsed(line, file, number)
+        except records.RecordError as error:
+            raise RoundsError(str(error)) from error
 
 
-def _parse(line: str, file: Path, number: int) -> Iterator[tuple[str, tuple[str, ...], list[_Round]]]:
-    """Run, prompt and rounds of one line; nothing for a line that is no record (failures, logs)."""
+def _parsed(line: Mapping[str, Any], file: Path, number: int) -> tuple[str, tuple[str, ...], list[_Round]]:
+    """Run, prompt and rounds of one line."""
     try:
-        record: dict[str, Any] = json.loads(line)
-        if "rounds" not in record:
-            return
-        confidences = record.get("confidence") or [None] * len(record["rounds"])
-        rounds = [
-            (_kept(*entry), min(entry[1:3]), own) for entry, own in zip(record["rounds"], confidences, strict=True)
-        ]
-    except (json.JSONDecodeError, AttributeError, TypeError, ValueError) as error:
+        rounds = known_rounds(line["rounds"], line.get("confidence"))
+    except (AttributeError, TypeError, ValueError) as error:
         raise RoundsError(
             f'{file}, line {number}: {error}; a line is {{"prompt": "7", "rounds": [[proposed, accepted, committed]], '
             '"confidence": [[0.9, …]]} with as many of the one as of the other'
         ) from error
-    key = tuple(str(record.get(name, "")) for name in ("dataset", "prompt", "turn"))
+    key = tuple(str(line.get(name, "")) for name in ("dataset", "prompt", "turn"))
     run = re.sub(r"^records-|-rank\d+$", "", file.stem)
-    yield f"{run}@{record['settings']}" if "settings" in record else run, key, rounds
-
-
-def _kept(proposed: int, accepted: int, committed: int) -> int:
-    """Draft tokens whose outcome is part of the answer."""
-    return proposed if committed > accepted else committed
+    return f"{run}@{line['settings']}" if "settings" in line else run, key, rounds

@@ -27,6 +27,7 @@ from deepspec.files import provenance, sha256_file
 from deepspec.models.decode import DECODE_SEMANTICS, Completion, Timings, generate, prompt_problem
 from deepspec.models.sampling import Sampling
 from deepspec.models.target import Target
+from deepspec.models.verify import CONDITIONAL
 
 WARM_UP_TOKENS = 8
 
@@ -48,6 +49,7 @@ class RunConfig:
     thinking: bool
     seed: int
     confidence_threshold: float | None = None
+    threshold_on: str = CONDITIONAL
     schedule: str | None = None  # causal, plateau or async, with ``sps``: the file of the target's SPS table
     sps: Path | None = None
 
@@ -157,6 +159,7 @@ class Session:
             "drafter": variant.drafter.get("fingerprint"),
             "draft": variant.draft,
             "threshold": self._threshold(variant),
+            "threshold_on": None if self._threshold(variant) is None else self.config.threshold_on,
             "sampling": vars(self.config.sampling),
             "max_new_tokens": self.config.max_new_tokens,
             "thinking": self.config.thinking,
@@ -295,6 +298,7 @@ class Session:
             max_new_tokens=max_new_tokens,
             seed=self.config.seed,
             confidence_threshold=self._threshold(variant),
+            threshold_on=self.config.threshold_on,
             schedule=self._schedule(variant, asks),
             greedy_draft=variant.draft == "greedy",
             timings=timings,

@@ -11,19 +11,15 @@ after the decision to admit it, hence the outputs of all requests are jointly th
 ranking and then backwards is not: the token it would drop has already been seen.
 """
 
-import itertools
 from collections import deque
 from typing import Any, Protocol
 
 import numpy as np
 
 from deepspec.eval.sps import SPSTable
+from deepspec.models.verify import CONDITIONAL, ScheduleError, Static, Threshold, probabilities, survival
 
 POLICIES = ("none", "static", "threshold", "causal", "plateau", "async")
-
-
-class ScheduleError(ValueError):
-    """Confidences or options that no schedule can be made from."""
 
 
 class Scheduler(Protocol):
@@ -38,20 +34,9 @@ class Scheduler(Protocol):
         ...
 
 
-def prefix_survival(confidence_RG: np.ndarray) -> np.ndarray:
-    """a[r, j] = Π_{i≤j} c[r, i], float32, position-major [G, R]. Raises ScheduleError outside [0, 1]."""
-    confidence_RG = np.asarray(confidence_RG)
-    rows, block = confidence_RG.shape
-    survival_GR = np.empty((block, rows), dtype=np.float32)
-    survival_GR[...] = confidence_RG.T
-    # The negated form also catches NaN, which compares false with everything.
-    if survival_GR.size and not (survival_GR.min() >= 0.0 and survival_GR.max() <= 1.0):
-        bad = int(np.argmax(~((survival_GR >= 0.0) & (survival_GR <= 1.0)).all(axis=0)))
-        raise ScheduleError(f"request {bad}: confidences {confidence_RG[bad]} must be probabilities in [0, 1]")
-    positions = list(survival_GR)
-    for before, here in itertools.pairwise(positions):
-        np.multiply(here, before, out=here)
-    return survival_GR
+def prefix_survival(confidence_RG: Any) -> np.ndarray:
+    """Survivals as the walks below take them: float32, position-major [G, R]. Raises ScheduleError outside [0, 1]."""
+    return survival(probabilities(confidence_RG)).T
 
 
 def ranked(survival_GR: np.ndarray) -> np.ndarray:
@@ -102,36 +87,6 @@ def top_lengths(survival_GR: np.ndarray, ranking: np.ndarray, budget: int) -> np
         surplus = int(lengths.sum()) - budget
         np.subtract.at(lengths, tied[len(tied) - surplus :] % rows, 1)
     return lengths
-
-
-class Static:
-    """The same length for every request, whatever the confidences; 0 is plain decoding."""
-
-    def __init__(self, length: int) -> None:
-        if length < 0:
-            raise ScheduleError(f"static length is {length}, must be ≥ 0")
-        self.name = f"static-{length}" if length else "none"
-        self.length = length
-
-    def __call__(self, confidence_RG: np.ndarray) -> np.ndarray:
-        offered = np.count_nonzero(np.asarray(confidence_RG) > 0, axis=1)
-        return np.minimum(offered, self.length)
-
-
-class Threshold:
-    """The longest prefix whose survival stays at or above ``threshold`` (as generate's confidence_threshold)."""
-
-    name = "threshold"
-
-    def __init__(self, threshold: float) -> None:
-        if not 0.0 <= threshold <= 1.0:
-            raise ScheduleError(f"threshold is {threshold}, must be in [0, 1]")
-        self.threshold = threshold
-
-    def __call__(self, confidence_RG: np.ndarray) -> np.ndarray:
-        survival_GR = prefix_survival(confidence_RG)
-        passes = (survival_GR >= self.threshold) & (survival_GR > 0)
-        return np.add.reduce(passes, axis=0, dtype=np.int64)
 
 
 class _Curve:
@@ -214,12 +169,17 @@ class Async:
 
 
 def make_schedule(
-    name: str, *, sps: SPSTable | None = None, length: int | None = None, threshold: float | None = None
+    name: str,
+    *,
+    sps: SPSTable | None = None,
+    length: int | None = None,
+    threshold: float | None = None,
+    threshold_on: str = CONDITIONAL,
 ) -> Scheduler:
     """A fresh scheduler for one decoding run.
 
-    name: none, static (``length``, required), threshold (``threshold``, default 0.5), causal, plateau or async
-    (``sps``, required).
+    name: none, static (``length``, required), threshold (``threshold``, default 0.5, and ``threshold_on``, its rule),
+    causal, plateau or async (``sps``, required).
     Raises ScheduleError for an unknown name or a missing option.
     """
     if name == "none":
@@ -229,7 +189,7 @@ def make_schedule(
             raise ScheduleError("schedule static needs a length: the number of draft tokens to verify")
         return Static(length)
     if name == "threshold":
-        return Threshold(0.5 if threshold is None else threshold)
+        return Threshold(0.5 if threshold is None else threshold, threshold_on)
     needs_table: dict[str, type[Causal] | type[Plateau] | type[Async]] = {
         "causal": Causal,
         "plateau": Plateau,

@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from deepspec.eval import compare, confidence, metrics
 from deepspec.eval.compare import PLAIN as PLAIN
 from deepspec.eval.metrics import Tally, seed_of
 from deepspec.eval.records import Record
+from deepspec.eval.rounds import rounds_of
+from deepspec.models.verify import SURVIVAL
 
-FORMAT, VERSION = "deepspec-eval", 2  # 1: gains without intervals
+FORMAT, VERSION = "deepspec-eval", 2  # 1: gains without intervals, averages with pooled vectors; see upgraded
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,10 @@ def variant_results(
         members = [name for name in tallies if domains[name] == domain]
         records = [record for name in members for record in decoded[name]]
         average = {"members": members, **_average(tallies, plain_tallies, members, seed, variant)}
-        out["domains"][domain] = average | _pooled(records, variant)
-    out["macro"] = _average(tallies, plain_tallies, list(tallies), seed, variant)
+        out["domains"][domain] = average | {"pooled": _pooled(records, variant)}
     everything = [record for records in decoded.values() for record in records]
-    out["macro"] |= _pooled(everything, variant)
+    average = _average(tallies, plain_tallies, list(tallies), seed, variant)
+    out["macro"] = average | {"pooled": _pooled(everything, variant)}
     return out
 
 
@@ -91,19 +95,70 @@ def _average(
     seed: int,
     variant: Variant,
 ) -> dict[str, Any]:
-    """Unweighted mean over data sets."""
-    average = metrics.macro([tallies[name] for name in members], [seed_of(name, seed) for name in members])
+    """Unweighted mean over data sets, of every column; ``prompts`` is their number."""
+    average: dict[str, Any] = {"prompts": sum(tallies[name].prompts for name in members)}
+    average |= metrics.macro([tallies[name] for name in members], [seed_of(name, seed) for name in members])
     if variant.kind != PLAIN and all(name in plain for name in members):
         average["speed_up"] = compare.mean_speed_up(tallies, plain, members, seed).interval()
     return average
 
 
 def _pooled(records: Sequence[Record], variant: Variant) -> dict[str, Any]:
-    """Position-wise figures over all rounds together, for curves and histograms."""
+    """Figures over all rounds together, where a data set weighs by its rounds: shown only as pooled."""
     summary = metrics.summarise(metrics.tally(records, variant.block), seed=None)
     pooled: dict[str, Any] = {key: summary[key] for key in ("prompts", "rounds", *metrics.VECTORS)}
-    diagram = confidence.reliability(records)
+    rounds = rounds_of(records)
+    diagram = confidence.reliability(rounds)
     if diagram is not None:
         pooled["reliability"] = diagram
-        pooled["threshold_sweep"] = confidence.threshold_sweep(records)
+        pooled["threshold_sweep"] = confidence.threshold_sweep(rounds)
     return pooled
+
+
+# metrics of version 1 and their names since
+_RENAMED = {"acceptance_rate": "draft_acceptance_rate", "verify_efficiency": "verify_rate"}
+
+
+def upgraded(results: dict[str, Any]) -> dict[str, Any]:
+    """results.json of an earlier version in today's terms: old figures under names that say what they are.
+
+    There "acceptance_rate" was of draft tokens, averages held pooled vectors, reliability was of c_k in ten bins over
+    all positions, and thresholds were on the survival. ECE and AUC by position cannot be made from it.
+    """
+    for item in results["variants"]:
+        averages = [item["macro"], *item["domains"].values()]
+        for figures in (*item["datasets"].values(), *averages):
+            for old, new in _RENAMED.items():
+                if old in figures:
+                    figures[new] = figures.pop(old)
+        for average in averages:
+            if "pooled" not in average:
+                names = average.get("members", list(item["datasets"]))
+                _unpool(average, [item["datasets"][name] for name in names])
+    return results
+
+
+def _unpool(average: dict[str, Any], datasets: Sequence[dict[str, Any]]) -> None:
+    """Move pooled figures of an old average aside and take the means of its data sets instead."""
+    moved = ("rounds", *metrics.VECTORS, "reliability", "threshold_sweep")
+    pooled = {name: average.pop(name) for name in moved if name in average}
+    average["pooled"] = pooled
+    for name in metrics.VECTORS:
+        values = np.array([data[name]["value"] for data in datasets], dtype=float)  # None becomes NaN
+        average[name] = metrics.interval(values.mean(axis=0), None)
+    if "reliability" in pooled:
+        pooled["reliability"] = _conditional_diagram(pooled["reliability"])
+    for row in pooled.get("threshold_sweep", []):
+        row["on"] = SURVIVAL
+        row["draft_acceptance_rate"] = row.pop("acceptance_rate")
+        row["verify_rate"] = round(row["tau"] / (row["proposal_length"] + 1), 6)
+
+
+def _conditional_diagram(old: dict[str, Any]) -> dict[str, Any]:
+    """One panel for all positions, without the name of today's ECE."""
+    bins = len(old["count"])
+    filled = [bin for bin, count in enumerate(old["count"]) if count]
+    names = {"predicted": "confidence", "observed": "accepted", "count": "count"}
+    curve = {new: [old[name][bin] for bin in filled] for new, name in names.items()}
+    panel = {"position": None, "rounds": old["positions"], **curve}
+    return {"bins": bins, f"ece_{bins}_conditional": old["ece"], "auc_conditional": old["auc"], "positions": [panel]}

@@ -35,9 +35,10 @@ class Table:
         return "\n".join([*out, "─" * total])
 
     def markdown(self) -> str:
-        """A pipe table under a heading."""
+        """A pipe table under a heading. A pipe within a cell is escaped: it would begin another cell."""
         marks = [":---", *("---:" for _ in self.header[1:])]
-        lines = ["| " + " | ".join(line) + " |" for line in (self.header, marks, *self.rows)]
+        cells = [[cell.replace("|", "\\|") for cell in line] for line in (self.header, marks, *self.rows)]
+        lines = ["| " + " | ".join(line) + " |" for line in cells]
         return f"### {self.title}\n\n" + "\n".join(lines) + "\n"
 
 

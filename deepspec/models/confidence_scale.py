@@ -12,7 +12,7 @@ from torch import Tensor
 class ConfidenceScale:
     """Temperatures T_k > 0 and shifts s_k of the confidence logits, k = 1 … γ; no shifts are shifts of 0.
 
-    Temperatures alone are Sequential Temperature Scaling (dspark.md §6), both are Platt scaling of each position.
+    Temperatures alone are Sequential Temperature Scaling (DSpark), both are Platt scaling of each position.
     Raises ValueError for other lengths or a temperature that is not positive.
     """
 

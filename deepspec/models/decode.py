@@ -17,14 +17,18 @@ from deepspec.models.protocol import Drafter as Drafter
 from deepspec.models.protocol import Proposal as Proposal
 from deepspec.models.sampling import Distribution, Sampling
 from deepspec.models.target import Target
-from deepspec.models.verify import ThresholdSchedule, verify
+from deepspec.models.verify import CONDITIONAL, Threshold, verify
+
+# Part of what names a recorded run. Raise it with any change after which the same seed and options give other tokens,
+# other rounds or another meaning of a round's numbers; 1 offered fewer drafts near the token limit.
+DECODE_SEMANTICS = 2
 
 # Raise it when the same options give other tokens or other rounds: answers on disk are not reused across versions.
 # 2: every round verifies its whole block, also where the token limit cuts what is kept.
 DECODE_SEMANTICS = 2
 
 # confidence_BG (on the CPU, 0 where a row cannot offer a token) → lengths_B, tensor or array. Lossless only if what it
-# decides about x_k it decides from x_<k: see ThresholdSchedule and deepspec/eval/scheduler.py.
+# decides about x_k it decides from x_<k: see Threshold and deepspec/eval/scheduler.py.
 Schedule = Callable[[Tensor], Any]
 _PREFILL_TOKENS = 8192  # padded tokens of one prefill
 _LOGITS_AT_ONCE = 1 << 26  # fp32 values of the logits held at once when only their argmax is needed
@@ -40,8 +44,9 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True)
 class Round:
-    """One verification of one row. ``confidence`` covers the whole block, also where nothing was offered; ``committed``
-    is accepted + 1 except where a stop token cut the block."""
+    """One verification of one row. ``confidence`` covers the whole block, also where nothing was offered. ``committed``
+    is accepted + 1 except where a stop token cut the block. In the last round of an answer that reached the token limit
+    it counts the tokens beyond the limit too: they were verified, the answer only has no room for them."""
 
     proposed: int
     accepted: int
@@ -123,6 +128,7 @@ def generate(
     seed: int = 0,
     stop_ids: Sequence[int] | None = None,
     confidence_threshold: float | None = None,
+    threshold_on: str = CONDITIONAL,
     schedule: Schedule | None = None,
     greedy_draft: bool = False,
     indices: Sequence[int] | None = None,
@@ -134,7 +140,8 @@ def generate(
     The output distribution is the target's at any drafter, block, schedule and batch size, and at temperature 0 the
     tokens are those of plain greedy decoding. Draws come from (seed, index), so a prompt's answer does not depend on
     its batch; ``indices`` replaces 0, 1, … where the prompts are a part of a larger set. ``stop_ids`` default to the
-    target's. ``progress`` is called each round with the number of new tokens.
+    target's. ``progress`` is called each round with the number of new tokens. A whole block is verified near the token
+    limit too, so that acceptance does not depend on it; a shorter one only where the target has no more positions.
     Raises PromptError for a prompt that cannot be decoded and DecodeError for options; both before any work.
     """
     if max_new_tokens < 1 or batch_size < 1:
@@ -142,19 +149,22 @@ def generate(
     if confidence_threshold is not None:
         if schedule is not None:
             raise DecodeError("give confidence_threshold or schedule, not both")
-        schedule = ThresholdSchedule(confidence_threshold)
+        schedule = Threshold(confidence_threshold, threshold_on)
     numbers = range(len(prompts)) if indices is None else indices
     if len(numbers) != len(prompts):
         raise DecodeError(f"{len(numbers)} indices for {len(prompts)} prompts")
     for number, prompt in zip(numbers, prompts, strict=True):
         if (problem := prompt_problem(target, prompt, max_new_tokens)) is not None:
             raise PromptError(f"prompt {number} cannot be decoded: {problem}")
+    proposals = _block(drafter, block, schedule)
+    longest = max((len(prompt) for prompt in prompts), default=0)
     options = _Options(
         sampling=sampling or Sampling(),
-        block=_block(drafter, block, schedule),
+        block=proposals,
         max_new_tokens=max_new_tokens,
         rows=min(batch_size, len(prompts)),
-        max_length=max((len(prompt) for prompt in prompts), default=0) + max_new_tokens,
+        # The last block may reach beyond the token limit.
+        max_length=longest + max_new_tokens + proposals,
         stop_ids=frozenset(target.stop_ids if stop_ids is None else stop_ids),
         schedule=schedule,
         greedy_draft=greedy_draft,
@@ -272,7 +282,8 @@ class _Loop:
         q = p[:, :0] if proposal is None else proposal.q[:, :width]
         accept_uniforms = torch.cat([uniforms[:, self.block : self.block + width], uniforms[:, -1:]], 1)
         accepted_B, next_B = verify(p, draft_Bk, q, torch.tensor(lengths).to(device), accept_uniforms)
-        # The round's only wait: what was accepted, the target's token, and the draft.
+        # What the row commits comes over in one copy: what was accepted, the target's token, and the draft. Confidences
+        # follow below, and for a schedule they came before: those copies wait for the device too.
         host = torch.cat([accepted_B[:, None], next_B[:, None], draft_Bk], 1).tolist()
         self._lap("verify", self.rows)
         self.cache.truncate(starts + torch.tensor([line[0] + 1 for line in host]))
@@ -283,19 +294,18 @@ class _Loop:
             self._lap("draft", self.rows)
         confidence = None if proposal is None or proposal.confidence_BG is None else proposal.confidence_BG.tolist()
         for b, (row, line) in enumerate(zip(self.rows, host, strict=True)):
-            # A row that only waits for the target's last token proposes nothing, whatever the others do.
-            drafted = self.options.max_new_tokens - len(row.tokens) > 1
-            own = tuple(confidence[b]) if confidence is not None and drafted else None
+            block_confidence = None if confidence is None else tuple(confidence[b])
             committed = self._commit(row, [*line[2 : 2 + line[0]], line[1]])
-            row.rounds.append(Round(lengths[b], line[0], own, committed))
+            row.rounds.append(Round(lengths[b], line[0], block_confidence, committed))
         self.timings.rounds += 1
 
     def _propose(self, anchor_B: Tensor, uniforms: Tensor) -> tuple[Proposal | None, list[int]]:
-        """The block, and how many of its tokens each row offers: what the schedule says, and never more than could
-        still be committed. Each row's number depends on that row alone."""
-        limits = [min(self.block, self.options.max_new_tokens - len(row.tokens) - 1) for row in self.rows]
-        if self.drafter is None or max(limits) == 0:
-            return None, [0] * len(limits)
+        """The block, and how many of its tokens each row offers: what the schedule says, and never more than the target
+        has positions for. Without a schedule each row's number depends on that row alone."""
+        if self.drafter is None:
+            return None, [0] * len(self.rows)
+        positions = self.target.config.max_position_embeddings
+        limits = [min(self.block, positions - len(row.prompt) - len(row.tokens)) for row in self.rows]
         proposal = self.drafter.propose(
             self.state, anchor_B, self.sampling, uniforms[:, : self.block], self.block, self.options.greedy_draft
         )
@@ -341,15 +351,17 @@ class _Loop:
         return torch.stack(lines).to(self.target.device)
 
     def _commit(self, row: _Row, tokens: list[int]) -> int:
-        """Append up to and including the first stop token; returns how many."""
+        """Append up to and including the first stop token, as far as the token limit leaves room; returns how many
+        there were with those beyond the limit."""
         stops = [at for at, token in enumerate(tokens) if token in self.options.stop_ids]
         count = stops[0] + 1 if stops else len(tokens)
-        row.tokens.extend(tokens[:count])
-        if stops:
+        room = self.options.max_new_tokens - len(row.tokens)
+        row.tokens.extend(tokens[: min(count, room)])
+        if stops and count <= room:
             row.finish_reason = "stop"
-        if row.finish_reason is None and len(row.tokens) >= self.options.max_new_tokens:
+        elif count >= room:
             row.finish_reason = "length"
-        self.timings.tokens += count
+        self.timings.tokens += min(count, room)
         return count
 
     def _retire(self) -> Iterator[Completion]:

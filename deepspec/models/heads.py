@@ -14,7 +14,7 @@ from deepspec.models.drafter_config import MARKOV_HEADS, DrafterConfigError
 
 
 class MarkovHead(nn.Module):
-    """m_k from the previous token x_{k-1} and the hidden state h_k; ``kind`` is one row of dspark.md §4."""
+    """m_k from the previous token x_{k-1} and the hidden state h_k; ``kind`` is vanilla, gated or rnn (DSpark)."""
 
     def __init__(self, kind: str, vocab_size: int, draft_vocab_size: int, rank: int, hidden_size: int) -> None:
         super().__init__()

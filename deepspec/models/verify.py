@@ -1,16 +1,25 @@
-"""Which proposals the target accepts, and the token it adds: Leviathan et al. 2211.17192, exact. Pure.
+"""Verification: how many proposals each row offers, which of them the target accepts, and the token it adds. Pure.
 
-Letters: B rows, k proposals offered at most, G block.
+Acceptance is that of Leviathan et al. (arXiv 2211.17192), exact. Lengths here depend on confidences alone; those that
+depend on the load too are in deepspec/eval/scheduler.py. Letters: B rows (R requests), k proposals offered at most,
+G block.
 """
 
+import itertools
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from deepspec.models.sampling import Distribution, inverse_cdf
 
+CONDITIONAL, SURVIVAL = "conditional", "survival"
+THRESHOLD_RULES = (CONDITIONAL, SURVIVAL)
 
-class ThresholdError(ValueError):
-    """A confidence threshold outside [0, 1]."""
+
+class ScheduleError(ValueError):
+    """Confidences or options that no verification length can be chosen from."""
 
 
 def verify(
@@ -42,32 +51,79 @@ def verify(
     return accepted_B, inverse_cdf(torch.where(rejected_B1, residual_BV, last.probs()), uniforms_B[:, -1])
 
 
-def survival(confidence_BG: Tensor) -> Tensor:
-    """a_j = Π_{i≤j} c_i: probability that the prefix up to j is accepted (dspark.md §6)."""
-    return confidence_BG.cumprod(-1)
+def survival(confidence_RG: np.ndarray) -> np.ndarray:
+    """a[r, j] = Π_{i≤j} c[r, i], the probability that the prefix up to j is accepted, in the type of ``confidence_RG``.
+
+    NaN from the first unknown confidence of a row on. The result lies position-major in memory, ``survival(c).T`` is
+    contiguous: a multiplication for each position is faster than one for each request.
+    """
+    survival_GR = np.array(confidence_RG.T, order="C")
+    for before_R, here_R in itertools.pairwise(survival_GR):
+        np.multiply(here_R, before_R, out=here_R)
+    return survival_GR.T
 
 
-class StaticSchedule:
-    """Offer the same number of proposals every round."""
+def probabilities(confidence_RG: Any) -> np.ndarray:
+    """Confidences (an array or a CPU tensor) as float32. Raises ScheduleError outside [0, 1]."""
+    values_RG = np.asarray(confidence_RG, dtype=np.float32)
+    # The negated form also catches NaN, which compares false with everything.
+    if values_RG.size and not (values_RG.min() >= 0.0 and values_RG.max() <= 1.0):
+        valid_R = ((values_RG >= 0.0) & (values_RG <= 1.0)).all(axis=1)
+        bad = int(np.argmin(valid_R))
+        raise ScheduleError(
+            f"request {bad}: confidences {values_RG[bad]} must be probabilities in [0, 1]; "
+            "check the drafter's confidence head and its calibration"
+        )
+    return values_RG
+
+
+def _leading(passes_RG: np.ndarray) -> np.ndarray:
+    """How many positions pass before the first that does not, [R]."""
+    prefix_RG = np.logical_and.accumulate(passes_RG, axis=1)
+    return np.add.reduce(prefix_RG, axis=1, dtype=np.int64)
+
+
+class Static:
+    """The same length for every request; 0 is plain decoding. Lossless: nothing of the draft decides.
+
+    Confidences only say how many tokens a request can offer: those before its first confidence of 0.
+    """
 
     def __init__(self, length: int) -> None:
+        if length < 0:
+            raise ScheduleError(f"static length is {length}, must be ≥ 0")
+        self.name = f"static-{length}" if length else "none"
         self.length = length
 
-    def __call__(self, confidence_BG: Tensor) -> Tensor:
-        """lengths_B."""
-        rows, block = confidence_BG.shape
-        return torch.full((rows,), min(self.length, block), dtype=torch.long, device=confidence_BG.device)
+    def __call__(self, confidence_RG: Any) -> np.ndarray:
+        """confidence_RG, 0 where a request offers no token → lengths [R]."""
+        return np.minimum(_leading(probabilities(confidence_RG) > 0), self.length)
 
 
-class ThresholdSchedule:
-    """Offer the longest prefix whose survival stays at or above a threshold. Causal: whether x_j is offered depends on
-    c_1…c_j, and c_j is a function of x_1…x_{j−1}."""
+class Threshold:
+    """The prefix before the first token that is too unsure. One number, blind to the load.
 
-    def __init__(self, threshold: float) -> None:
+    on="conditional" (the rule of DSpark's Figure 5): the first c_k < threshold ends the prefix. on="survival": the
+    first a_k = c_1 ⋯ c_k < threshold does, which cuts earlier at the same threshold. A confidence of 0 is never
+    admitted.
+
+    Both are lossless. Whether x_k is offered depends on c_1 … c_k (each a_k is a function of them), and c_k is known
+    before x_k is drawn: it is a function of x_1 … x_{k−1}. A token that is offered is thus a draw from q made after
+    the decision to verify it, and one that is not leaves its place to a later round.
+    """
+
+    name = "threshold"
+
+    def __init__(self, threshold: float, on: str = CONDITIONAL) -> None:
         if not 0.0 <= threshold <= 1.0:
-            raise ThresholdError(f"confidence threshold must be in [0, 1], got {threshold}")
-        self.threshold = threshold
+            raise ScheduleError(f"confidence threshold is {threshold}, must be in [0, 1]")
+        if on not in THRESHOLD_RULES:
+            raise ScheduleError(f"threshold on {on!r}: choose {' or '.join(THRESHOLD_RULES)}")
+        self.threshold, self.on = threshold, on
 
-    def __call__(self, confidence_BG: Tensor) -> Tensor:
-        """lengths_B."""
-        return (survival(confidence_BG) >= self.threshold).cumprod(-1).sum(-1)
+    def __call__(self, confidence_RG: Any) -> np.ndarray:
+        """confidence_RG, 0 where a request offers no token → lengths [R]."""
+        values_RG = probabilities(confidence_RG)
+        if self.on == SURVIVAL:
+            values_RG = survival(values_RG)
+        return _leading((values_RG >= self.threshold) & (values_RG > 0))

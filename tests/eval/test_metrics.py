@@ -43,6 +43,11 @@ def random_records(count, block, seed):
     return records
 
 
+def known_length(proposed, accepted, committed):
+    """Draft tokens with an outcome: as the public evaluator does, those behind a stop token are not counted."""
+    return committed if committed <= accepted else proposed
+
+
 def slow(records, block):
     """The definitions of docs/evaluation.md, one round at a time."""
     rounds = [item for entry in records for item in entry.rounds]
@@ -61,7 +66,7 @@ def slow(records, block):
         survival.append(kept / offered if offered else None)
     return {
         "tau": sum(c for _, _, c in rounds) / len(rounds),
-        "verify_efficiency": sum(c for _, _, c in rounds) / sum(p + 1 for p, _, _ in rounds),
+        "verify_rate": sum(c for _, _, c in rounds) / sum(known_length(*one) + 1 for one in rounds),
         "conditional_acceptance": conditional,
         "survival": survival,
     }
@@ -71,8 +76,8 @@ def test_hand_computed_rounds():
     # accepted 2 of 3, then 0 of 3, then 3 of 3: 3 + 1 + 4 tokens in 3 rounds
     summary = metrics.summarise(metrics.tally([record([(3, 2, 3), (3, 0, 1), (3, 3, 4)], wall=2.0)], 3), seed=0)
     assert summary["tau"]["value"] == pytest.approx(8 / 3, abs=1e-6)
-    assert summary["acceptance_rate"]["value"] == pytest.approx(5 / 9, abs=1e-6)
-    assert summary["verify_efficiency"]["value"] == pytest.approx(8 / 12, abs=1e-6)
+    assert summary["draft_acceptance_rate"]["value"] == pytest.approx(5 / 9, abs=1e-6)
+    assert summary["verify_rate"]["value"] == pytest.approx(8 / 12, abs=1e-6)
     assert summary["conditional_acceptance"]["value"] == pytest.approx([2 / 3, 1.0, 0.5], abs=1e-6)
     assert summary["survival"]["value"] == pytest.approx([2 / 3, 2 / 3, 1 / 3], abs=1e-6)
     assert summary["accepted_lengths"]["value"] == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3], abs=1e-6)
@@ -89,17 +94,15 @@ def test_a_cut_round_counts_what_it_kept_and_censors_the_rest():
     assert summary["tau"]["value"] == 2
     assert counts.columns["offered"].tolist() == [[1, 1, 0, 0, 0]]
     assert counts.columns["kept"].tolist() == [[1, 1, 0, 0, 0]]
-    assert summary["acceptance_rate"]["value"] == 1
-    assert summary["verify_efficiency"]["value"] == pytest.approx(2 / 6, abs=1e-6), (
-        "the six verified ones were paid for"
-    )
+    assert summary["draft_acceptance_rate"]["value"] == 1
+    assert summary["verify_rate"]["value"] == pytest.approx(2 / 3, abs=1e-6), "two of two, and the target's own"
     assert summary["conditional_acceptance"]["value"] == [1, 1, None, None, None]
 
 
 def test_plain_decoding_has_length_one_and_no_acceptance():
     summary = metrics.summarise(metrics.tally([record([(0, 0, 1)] * 4), record([(0, 0, 1)] * 2)], 0), seed=0)
     assert summary["tau"] == {"value": 1, "low": 1, "high": 1}
-    assert summary["acceptance_rate"]["value"] is None
+    assert summary["draft_acceptance_rate"]["value"] is None
     assert summary["conditional_acceptance"]["value"] == []
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from deepspec.eval.scheduler import Async, Causal, Plateau, Threshold, best_budget, prefix_survival, ranked, top_lengths
 from deepspec.eval.sps import SPSTable
+from deepspec.models.verify import THRESHOLD_RULES
 
 Outputs = tuple[tuple[int, ...], ...]
 HORIZON, BLOCK, VOCABULARY = 3, 2, 2
@@ -160,8 +161,9 @@ def test_gating_a_token_by_its_own_probability_changes_the_distribution() -> Non
 
     world = World(5)
     wanted = world.target(1)
-    assert distance(enumerate_outputs(world, Threshold(0.6), 1, see=largest)[0], wanted) < 1e-12
-    assert distance(enumerate_outputs(world, Threshold(0.6), 1, see=own)[0], wanted) > 1e-3
+    for rule in THRESHOLD_RULES:
+        assert distance(enumerate_outputs(world, Threshold(0.6, rule), 1, see=largest)[0], wanted) < 1e-12
+        assert distance(enumerate_outputs(world, Threshold(0.6, rule), 1, see=own)[0], wanted) > 1e-3
 
 
 def test_requests_must_be_causal_towards_each_other() -> None:
@@ -185,7 +187,7 @@ def test_requests_must_be_causal_towards_each_other() -> None:
 
 
 def test_appendix_a() -> None:
-    """dspark.md §6: V = {A, B}, p = (0.7, 0.3), q = (0.5, 0.5); c_2 is 0.9 after A and 0 after B."""
+    """DSpark (arXiv 2607.05147), appendix A: V = {A, B}, p = (0.7, 0.3), q = (0.5, 0.5); c_2 is 0.9 after A and 0 after B."""
     sps = SPSTable((1, 2, 3), (1.0, 0.5, 0.45))
     p, q = np.array([0.7, 0.3]), np.array([0.5, 0.5])
 

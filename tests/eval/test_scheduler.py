@@ -211,9 +211,11 @@ def test_static_and_threshold() -> None:
     confidence = np.array([[0.9, 0.4, 0.9], [0.3, 0.9, 0.9], [0.8, 0.7, 0.0]])
     assert Static(2)(confidence).tolist() == [2, 2, 2]
     assert Static(9)(confidence).tolist() == [3, 3, 2]
-    assert Threshold(0.5)(confidence).tolist() == [1, 0, 2]
-    assert Threshold(0.6)(confidence).tolist() == [1, 0, 1]  # 0.8 · 0.7 is below it
-    assert Threshold(0.0)(confidence).tolist() == [3, 3, 2]
+    assert Threshold(0.6)(confidence).tolist() == [1, 0, 2]
+    assert Threshold(0.6, "survival")(confidence).tolist() == [1, 0, 1]  # 0.8 · 0.7 is below it
+    for rule in ("conditional", "survival"):
+        assert Threshold(0.5, rule)(confidence).tolist() == [1, 0, 2]
+        assert Threshold(0.0, rule)(confidence).tolist() == [3, 3, 2]
 
 
 @pytest.mark.parametrize("bad", [np.nan, -0.1, 1.1])
@@ -238,7 +240,8 @@ def test_options_are_checked() -> None:
 @pytest.mark.parametrize("case", VECTORS["cases"], ids=[case["name"] for case in VECTORS["cases"]])
 def test_published_vectors(case: dict) -> None:
     sps = SPSTable(tuple(case["sps"]["tokens"]), tuple(case["sps"]["steps_per_second"])) if "sps" in case else None
-    scheduler = make_schedule(case["policy"], sps=sps, length=case.get("length"), threshold=case.get("threshold"))
+    options = {name: case[name] for name in ("length", "threshold", "threshold_on") if name in case}
+    scheduler = make_schedule(case["policy"], sps=sps, **options)
     found = [scheduler(np.asarray(step["confidence"], np.float32)).tolist() for step in case["steps"]]
     assert found == [step["lengths"] for step in case["steps"]]
 
@@ -261,7 +264,7 @@ def test_greedy_output_is_the_same_in_all_modes(name: str) -> None:
     target = Target.from_model(tiny_model("qwen3"))
     prompts = [list(range(3 + i, 9 + 2 * i)) for i in range(7)]
     plain = {c.index: c.tokens for c in generate(target, prompts, max_new_tokens=20, stop_ids=())}
-    schedule = make_schedule(name, sps=STEPS_OF_FOUR, length=2, threshold=0.2)
+    schedule = make_schedule(name, sps=STEPS_OF_FOUR, length=2, threshold=0.2, threshold_on="survival")
     found = generate(
         target, prompts, drafter=Oracle(plain, prompts), max_new_tokens=20, batch_size=4, schedule=schedule, stop_ids=()
     )

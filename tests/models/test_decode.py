@@ -18,7 +18,7 @@ from deepspec.models.drafter_config import DrafterConfig
 from deepspec.models.frozen_head import FrozenHead
 from deepspec.models.sampling import Distribution, Sampling
 from deepspec.models.target import Target
-from deepspec.models.verify import StaticSchedule
+from deepspec.models.verify import Static
 from tests.models.drafting import shake
 from tests.tiny import FAMILIES, VOCAB, tiny_config, tiny_target
 
@@ -235,7 +235,7 @@ def test_sampled_distribution_of_the_loop_is_the_targets(name, temperature):
     [
         {"greedy_draft": True},
         {"confidence_threshold": 0.4},
-        {"schedule": StaticSchedule(1)},
+        {"schedule": Static(1)},
         {"block": 1},
     ],
     ids=["greedy_draft", "threshold", "schedule", "block_1"],
@@ -362,7 +362,7 @@ def test_options_that_contradict_each_other():
         ({"block": 3}, "need a drafter"),
         ({"confidence_threshold": 0.5}, "need a drafter"),
         ({"drafter": lookup, "block": 5}, "outside 1…4"),
-        ({"drafter": lookup, "confidence_threshold": 0.5, "schedule": StaticSchedule(1)}, "not both"),
+        ({"drafter": lookup, "confidence_threshold": 0.5, "schedule": Static(1)}, "not both"),
         ({"batch_size": 0}, "positive"),
         ({"max_new_tokens": 0}, "positive"),
         ({"indices": [1]}, "indices"),

@@ -1,4 +1,4 @@
-"""Markov and confidence heads against the formulas of reference/dspark.md §4, written out again."""
+"""Markov and confidence heads against the formulas of DSpark (arXiv 2607.05147), written out again."""
 
 import pytest
 import torch

@@ -6,11 +6,12 @@ after a one-hot proposal) and midpoint grids integrate exactly.
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
 from deepspec.models.sampling import Distribution
-from deepspec.models.verify import StaticSchedule, ThresholdError, ThresholdSchedule, survival, verify
+from deepspec.models.verify import SURVIVAL, THRESHOLD_RULES, ScheduleError, Static, Threshold, survival, verify
 
 V, K = 3, 2
 _P = torch.tensor([1.0, 3.0, 4.0]) / 8
@@ -125,23 +126,44 @@ def test_no_proposals_is_plain_sampling():
     assert following.tolist() == [0, 1, 2, 2]
 
 
-def test_schedules():
-    confidence = torch.tensor([[0.9, 0.9, 0.9], [0.5, 1.0, 1.0], [0.9, 0.5, 0.99]])
-    torch.testing.assert_close(survival(confidence)[0], torch.tensor([0.9, 0.81, 0.729]))
-    assert ThresholdSchedule(0.8)(confidence).tolist() == [2, 0, 1]
-    assert ThresholdSchedule(0.0)(confidence).tolist() == [3, 3, 3]
-    assert ThresholdSchedule(1.0)(confidence).tolist() == [0, 0, 0]
-    assert StaticSchedule(2)(confidence).tolist() == [2, 2, 2]
-    with pytest.raises(ThresholdError):
-        ThresholdSchedule(1.5)
+def test_survival_is_the_product_of_the_confidences():
+    confidence = np.array([[0.9, 0.9, 0.9], [0.5, 1.0, 1.0]])
+    np.testing.assert_allclose(survival(confidence), [[0.9, 0.81, 0.729], [0.5, 0.5, 0.5]])
 
 
-def test_threshold_decides_about_a_token_before_it_is_drawn():
+CONFIDENCE = torch.tensor([[0.9, 0.9, 0.9], [0.5, 1.0, 1.0], [0.9, 0.5, 0.99]])
+
+
+def test_the_papers_threshold_ends_at_the_first_unsure_token():
+    """DSpark's Figure 5: the first c_k below the threshold, whatever the product of those before it."""
+    assert Threshold(0.8)(CONFIDENCE).tolist() == [3, 0, 1]
+    assert Threshold(0.0)(CONFIDENCE).tolist() == [3, 3, 3]
+    assert Threshold(0.95)(CONFIDENCE).tolist() == [0, 0, 0]
+
+
+def test_a_threshold_on_the_survival_cuts_earlier():
+    assert Threshold(0.8, SURVIVAL)(CONFIDENCE).tolist() == [2, 0, 1]
+    assert Threshold(0.0, SURVIVAL)(CONFIDENCE).tolist() == [3, 3, 3]
+    assert Threshold(1.0, SURVIVAL)(CONFIDENCE).tolist() == [0, 0, 0]
+
+
+def test_static_lengths_and_what_is_refused():
+    assert Static(2)(CONFIDENCE).tolist() == [2, 2, 2]
+    assert Static(2)(torch.tensor([[0.9, 0.0, 0.9]])).tolist() == [1], "a request offers tokens before its first 0"
+    for made in (lambda: Threshold(1.5), lambda: Threshold(0.5, "product"), lambda: Static(-1)):
+        with pytest.raises(ScheduleError):
+            made()
+    with pytest.raises(ScheduleError, match="request 1"):
+        Threshold(0.5)(torch.tensor([[0.5], [1.5]]))
+
+
+@pytest.mark.parametrize("rule", THRESHOLD_RULES)
+def test_threshold_decides_about_a_token_before_it_is_drawn(rule):
     """The length reaches j or not whatever c_{j+1}… are: they depend on x_j."""
     generator = torch.Generator().manual_seed(0)
     confidence = torch.rand(64, 5, generator=generator)
-    lengths = ThresholdSchedule(0.3)(confidence)
+    lengths = Threshold(0.3, rule)(confidence)
     for j in range(1, 5):
         changed = confidence.clone()
         changed[:, j:] = torch.rand(64, 5 - j, generator=generator)
-        assert torch.equal(ThresholdSchedule(0.3)(changed).clamp_max(j), lengths.clamp_max(j))
+        assert np.array_equal(Threshold(0.3, rule)(changed).clip(max=j), lengths.clip(max=j))
