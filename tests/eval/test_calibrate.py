@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deepspec.eval import calibrate, calibration, calibration_report
+from deepspec.eval import calibrate, calibration, calibration_report, confidence
 from deepspec.eval.max_probability import MaxProbability
 from deepspec.eval.replay import Difficulty, record, synthetic
 from deepspec.eval.rounds import Rounds, RoundsError, drafter_of, from_prompts, read_rounds, write_rounds
@@ -53,31 +53,31 @@ def test_metrics_are_their_definitions() -> None:
     random = np.random.default_rng(0)
     predicted = np.round(random.random(200), 2)  # ties
     outcome = (random.random(200) < predicted).astype(float)
-    assert calibration.ece(predicted, outcome, 7) == pytest.approx(plain_ece(predicted.tolist(), outcome.tolist(), 7))
+    assert confidence.ece(predicted, outcome, 7) == pytest.approx(plain_ece(predicted.tolist(), outcome.tolist(), 7))
     pairs = [
         1.0 if good > bad else 0.5 if good == bad else 0.0
         for good, bad in itertools.product(predicted[outcome == 1], predicted[outcome == 0])
     ]
-    assert calibration.auc(predicted, outcome) == pytest.approx(np.mean(pairs))
-    assert calibration.brier(predicted, outcome) == pytest.approx(np.mean((predicted - outcome) ** 2))
-    assert math.isnan(calibration.auc(predicted, np.ones(200)))
+    assert confidence.auc(predicted, outcome) == pytest.approx(np.mean(pairs))
+    assert confidence.brier(predicted, outcome) == pytest.approx(np.mean((predicted - outcome) ** 2))
+    assert math.isnan(confidence.auc(predicted, np.ones(200)))
     weight = random.integers(0, 3, 200)
     repeated = np.repeat(np.arange(200), weight)
-    assert calibration.auc(predicted, outcome, weight.astype(float)) == pytest.approx(
-        calibration.auc(predicted[repeated], outcome[repeated])
+    assert confidence.auc(predicted, outcome, weight.astype(float)) == pytest.approx(
+        confidence.auc(predicted[repeated], outcome[repeated])
     )
 
 
 def test_the_floor_is_what_exact_probabilities_show() -> None:
     random = np.random.default_rng(1)
     predicted = random.random(3000) ** 2
-    shown = [calibration.ece(predicted, (random.random(3000) < predicted).astype(float)) for _ in range(400)]
-    assert calibration.ece_floor(predicted) == pytest.approx(np.mean(shown), rel=0.03)
+    shown = [confidence.ece(predicted, (random.random(3000) < predicted).astype(float)) for _ in range(400)]
+    assert confidence.ece_floor(predicted) == pytest.approx(np.mean(shown), rel=0.03)
     exact = random_rounds(3, sharpness=1.0)
-    floors = calibration.floors_of(exact, exact.confidence_NG)
+    floors = confidence.floors_of(exact, exact.confidence_NG)
     survival_N = exact.confidence_NG[:, 0] * exact.confidence_NG[:, 1]
-    assert floors[1] == pytest.approx(calibration.ece_floor(survival_N), rel=1e-5)
-    assert math.isnan(calibration.ece_floor(np.empty(0)))
+    assert floors[1] == pytest.approx(confidence.ece_floor(survival_N), rel=1e-5)
+    assert math.isnan(confidence.ece_floor(np.empty(0)))
 
 
 def test_sts_is_the_sequential_grid_search() -> None:
@@ -102,13 +102,13 @@ def test_sts_recovers_the_exaggeration_and_keeps_the_order() -> None:
     temperatures = calibration.fit_sts(fit)
     assert temperatures == pytest.approx((2.0, 2.0, 2.0), rel=0.25)
     scaled = calibration.scale(test.confidence_NG, ConfidenceScale(temperatures))
-    before = calibration.errors_of(test, test.confidence_NG)
-    after = calibration.errors_of(test, scaled)
+    before = confidence.errors_of(test, test.confidence_NG)
+    after = confidence.errors_of(test, scaled)
     assert np.mean(after) < 0.015 < np.mean(before)
     for k in range(3):
-        samples = calibration.reached(test, k)
-        raw = calibration.auc(test.confidence_NG[samples.rows, k], samples.outcome)
-        assert calibration.auc(scaled[samples.rows, k], samples.outcome) == pytest.approx(raw, abs=1e-6)
+        samples = confidence.reached(test, k)
+        raw = confidence.auc(test.confidence_NG[samples.rows, k], samples.label)
+        assert confidence.auc(scaled[samples.rows, k], samples.label) == pytest.approx(raw, abs=1e-6)
 
 
 def test_positions_that_nothing_reaches_take_the_temperature_before() -> None:
@@ -133,12 +133,12 @@ def test_platt_recovers_a_shift_that_no_temperature_can() -> None:
     assert scale.shifts == pytest.approx((-0.25, -0.25, -0.25), abs=0.08)
     scaled = calibration.scale(test.confidence_NG, scale)
     cooled = calibration.scale(test.confidence_NG, ConfidenceScale(calibration.fit_sts(fit)))
-    errors, floors = calibration.errors_of(test, scaled), calibration.floors_of(test, scaled)
-    assert np.mean(errors) < 2 * np.mean(floors) < np.mean(calibration.errors_of(test, cooled))
+    errors, floors = confidence.errors_of(test, scaled), confidence.floors_of(test, scaled)
+    assert np.mean(errors) < 2 * np.mean(floors) < np.mean(confidence.errors_of(test, cooled))
     for k in range(3):
-        samples = calibration.reached(test, k)
+        samples = confidence.reached(test, k)
         values = [each[samples.rows, k] for each in (test.confidence_NG, scaled)]
-        areas = [calibration.auc(value, samples.outcome) for value in values]
+        areas = [confidence.auc(value, samples.label) for value in values]
         assert areas[0] == pytest.approx(areas[1], abs=1e-6)
 
 
@@ -147,11 +147,11 @@ def test_platt_is_the_maximum_of_the_likelihood() -> None:
     rounds = random_rounds(12, prompts=20, per_prompt=20)
     scale = calibration.fit_platt(rounds)
     for k in range(3):
-        samples = calibration.reached(rounds, k)
+        samples = confidence.reached(rounds, k)
         x = np.array([math.log(c / (1 - c)) for c in rounds.confidence_NG[samples.rows, k].astype(float)])
-        accepted = samples.outcome.sum()
+        accepted = samples.label.sum()
         rejected = len(x) - accepted
-        wanted = np.where(samples.outcome == 1, (accepted + 1) / (accepted + 2), 1 / (rejected + 2))
+        wanted = np.where(samples.label == 1, (accepted + 1) / (accepted + 2), 1 / (rejected + 2))
         design, point = np.stack([x, np.ones_like(x)], 1), np.array([1.0, 0.0])
         for _ in range(50):
             p = 1 / (1 + np.exp(-design @ point))
@@ -167,7 +167,7 @@ def test_the_judging_prompts_have_no_say_in_the_method() -> None:
     fit, test = rounds.split(0)
     inner, judging = fit.split(0)
     errors = {
-        name: np.mean(calibration.errors_of(judging, calibration.scale(judging.confidence_NG.astype(float), scale)))
+        name: np.mean(confidence.errors_of(judging, calibration.scale(judging.confidence_NG.astype(float), scale)))
         for name, scale in calibration_report.fit_scales(inner).items()
     }
     assert report["method"] == min(errors, key=errors.__getitem__)
@@ -185,7 +185,7 @@ def test_the_judging_prompts_have_no_say_in_the_method() -> None:
 def test_too_few_rounds_for_an_inner_split_are_all_used() -> None:
     rounds = random_rounds(16, prompts=6, per_prompt=15)  # 45 and 45 within
     errors = {
-        name: np.mean(calibration.errors_of(rounds, calibration.scale(rounds.confidence_NG.astype(float), scale)))
+        name: np.mean(confidence.errors_of(rounds, calibration.scale(rounds.confidence_NG.astype(float), scale)))
         for name, scale in calibration_report.fit_scales(rounds).items()
     }
     assert calibration_report.choose(rounds, seed=0) == min(errors, key=errors.__getitem__)
@@ -194,11 +194,11 @@ def test_too_few_rounds_for_an_inner_split_are_all_used() -> None:
 def test_positions_that_were_not_offered_do_not_count() -> None:
     rounds = from_prompts([[(1, 1, [0.9, 0.8, 0.7]), (3, 1, [0.6, 0.5, 0.4])], [(0, 0, [0.3, 0.3, 0.3])]])
     assert rounds.block_size == 3
-    assert calibration.observed(rounds, 0).rows.tolist() == [0, 1]
-    assert calibration.observed(rounds, 1).rows.tolist() == [1]
-    assert calibration.observed(rounds, 1).outcome.tolist() == [0.0]
-    assert calibration.reached(rounds, 1).rows.tolist() == [1]
-    assert calibration.reached(rounds, 2).rows.tolist() == []
+    assert confidence.observed(rounds, 0).rows.tolist() == [0, 1]
+    assert confidence.observed(rounds, 1).rows.tolist() == [1]
+    assert confidence.observed(rounds, 1).label.tolist() == [0.0]
+    assert confidence.reached(rounds, 1).rows.tolist() == [1]
+    assert confidence.reached(rounds, 2).rows.tolist() == []
 
 
 def test_isotonic_is_the_least_squares_step_function() -> None:
@@ -221,7 +221,7 @@ def test_intervals_resample_prompts() -> None:
     rounds = Rounds(
         np.repeat(np.arange(20), 50), np.ones(1000, np.int64), accepted, np.full((1000, 1), 0.7, np.float32)
     )
-    entry = calibration.judge(rounds, rounds.confidence_NG, resamples=400)[0]
+    entry = confidence.judge(rounds, rounds.confidence_NG, resamples=400)[0]
     brier = entry["brier"]
     assert brier.low < brier.value < brier.high
     assert brier.high - brier.low > 0.1  # ± 1.96 · 0.4 · √(.7·.3/20), halved; by rounds it would be 0.02
@@ -494,10 +494,11 @@ def test_max_probability_is_that_of_the_draft_and_leaves_it_alone(trained) -> No
 
 def test_sweep_raises_acceptance() -> None:
     rounds = random_rounds(8, prompts=100)
-    rows = calibration_report.sweep(rounds, rounds.confidence_NG)
-    assert rows[0]["length"] == 3.0
-    assert rows[0]["acceptance_rate"] == pytest.approx(rounds.accepted_N.mean() / 3)
-    assert rows[16]["acceptance_rate"] > rows[0]["acceptance_rate"] + 0.1
+    rows = confidence.threshold_sweep(rounds)
+    assert rows[0]["proposal_length"] == 3.0
+    assert rows[0]["draft_acceptance_rate"] == pytest.approx(rounds.accepted_N.mean() / 3, abs=1e-6)
+    assert rows[0]["verify_rate"] == pytest.approx((rounds.accepted_N.mean() + 1) / 4, abs=1e-6)
+    assert rows[16]["verify_rate"] > rows[0]["verify_rate"] + 0.1
     assert [row["tau"] for row in rows] == sorted((row["tau"] for row in rows), reverse=True)
 
 
@@ -534,26 +535,19 @@ def test_evaluation_under_a_schedule(trained, capsys, name: str) -> None:
 @pytest.mark.parametrize("name", ["causal", "async"])
 def test_what_an_evaluation_offers_is_what_the_schedule_says(trained, name: str) -> None:
     """One request at a time, so that its records are the scheduler's calls in their order."""
-    sps, output, answer = trained / "sps.json", trained / f"{name}-alone", 20
+    sps, output = trained / "sps.json", trained / f"{name}-alone"
     table = SPSTable((2, 3, 5, 9), (10.0, 9.0, 8.5, 4.0))
     SPSProfile((table,)).save(sps)
     arguments = ["--suite", trained / "prompts.jsonl", "--drafter", trained / "drafters" / "dspark", "--no-plain"]
-    arguments += ["--target", trained / "tiny", "--max-new-tokens", answer, "--output", output]
+    arguments += ["--target", trained / "tiny", "--max-new-tokens", 20, "--output", output]
     assert tiny_run.evaluate(*arguments, "--schedule", name, "--sps", sps) == 0
     scheduler, offered, cut = make_schedule(name, sps=table), set(), 0
     (file,) = output.glob("records-*.jsonl")
     for line in map(json.loads, file.read_text().splitlines()):
-        left = answer - 1  # the first token is the prefill's
-        for (proposed, _, committed), confidence in zip(line["rounds"], line["confidence"], strict=True):
-            wanted = 0
-            if left > 1:
-                possible = min(len(confidence), left - 1)
-                given = np.array([confidence])
-                given[:, possible:] = 0.0
-                wanted = int(scheduler(given)[0])
-                cut += wanted < possible
+        for (proposed, _, _), values in zip(line["rounds"], line["confidence"], strict=True):
+            wanted = int(scheduler(np.array([values]))[0])
+            cut += wanted < len(values)
             assert proposed == wanted
             offered.add(proposed)
-            left -= committed
     assert cut > 5
     assert len(offered) > 2

@@ -306,54 +306,61 @@ def test_stop_on_the_first_token_needs_no_round():
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 8])
-def test_max_new_tokens_is_exact_and_nothing_useless_is_offered(max_new_tokens):
+def test_max_new_tokens_is_exact_and_the_last_block_is_whole(max_new_tokens):
+    """As the public evaluator does: the limit cuts what is kept, never what is verified, so it does not lower τ."""
     target = untied_target()
     drafter = CausalDrafter(target, VOCAB, 4)
     done = run(target, PROMPTS, drafter=drafter, max_new_tokens=max_new_tokens, batch_size=3)
     for completion in done.values():
         assert len(completion.tokens) == max_new_tokens
+        assert {r.proposed for r in completion.rounds} <= {4}
+        assert all(r.committed == r.accepted + 1 for r in completion.rounds)
         left = max_new_tokens - 1
         for r in completion.rounds:
-            assert r.proposed <= max(left - 1, 0)
+            assert left > 0, "no round begins when the answer is complete"
             left -= r.committed
-        assert left == 0
+        assert left <= 0
+
+
+def test_a_block_is_shorter_where_the_target_has_no_more_positions():
+    target = untied_target()
+    limit = target.config.max_position_embeddings
+    prompt = [1 + n % (VOCAB - 2) for n in range(limit - 6)]
+    done = run(target, [prompt], drafter=CausalDrafter(target, VOCAB, 4), max_new_tokens=6)
+    position = len(prompt) + 1
+    for r in done[0].rounds:
+        assert r.proposed == min(4, limit - position)
+        position += r.committed
+    assert len(done[0].tokens) == 6
 
 
 def test_confidence_is_recorded_for_the_whole_block_and_the_threshold_is_respected():
+    """The paper's rule: the first confidence below the threshold ends the prefix."""
     target = untied_target()
     drafter = RandomDrafter()
     done = run(target, PROMPTS, drafter=drafter, confidence_threshold=0.3, batch_size=2, max_new_tokens=30)
     offered = set()
     for completion in done.values():
-        left = 29
         for r in completion.rounds:
-            if left == 1:  # only the target's own token is missing: nothing is drafted
-                assert (r.proposed, r.confidence, r.committed) == (0, None, 1)
-                break
             assert len(r.confidence) == 4
-            survival, length = 1.0, 0
-            for c in r.confidence:
-                survival *= c
-                if survival < 0.3:
-                    break
-                length += 1
-            assert r.proposed == min(length, left - 1)
+            low = [k for k, c in enumerate(r.confidence) if c < 0.3]
+            assert r.proposed == (low[0] if low else 4)
             assert r.accepted <= r.proposed
             offered.add(r.proposed)
-            left -= r.committed
     assert {0, 1} < offered
 
 
-def test_schedule_sees_zero_where_nothing_can_be_offered():
+def test_a_schedule_sees_zero_where_the_target_has_no_positions():
     target, seen = untied_target(), []
+    limit = target.config.max_position_embeddings
+    prompt = [1 + n % (VOCAB - 2) for n in range(limit - 3)]
 
     def schedule(confidence_BG):
         seen.append(confidence_BG.clone())
         return [4] * len(confidence_BG)
 
-    run(target, PROMPTS[:2], drafter=RandomDrafter(), schedule=schedule, batch_size=2, max_new_tokens=4)
-    assert (seen[0] > 0).sum(-1).tolist() == [2, 2]  # one token from the prefill, one from the target: two left
-    assert (seen[-1] > 0).sum(-1).max() <= 2
+    run(target, [prompt], drafter=RandomDrafter(), schedule=schedule, max_new_tokens=3)
+    assert (seen[0] > 0).sum(-1).tolist() == [2], "prompt and first token leave two positions"
 
 
 def test_options_that_contradict_each_other():
