@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from deepspec.data.batch import Sample
-from deepspec.data.cache import SHAPE_KEYS, Origin, Probe
+from deepspec.data.cache import CAPTURE_SEMANTICS, SHAPE_KEYS, Origin, Probe
 from deepspec.data.capture_plan import Conversation
 from deepspec.data.fingerprints import head_fingerprint, template_fingerprint
 from deepspec.data.record import Row, last_positions, supervised_mask
@@ -36,6 +36,7 @@ def origin_of(
         template=template_fingerprint(target.tokenizer),
         codec=codec,
         log_normaliser=log_normaliser,
+        semantics=CAPTURE_SEMANTICS,
     )
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "tekken.json")
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 
 
+MODES = ("thinking", "direct")
+SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p")
+
+
 class TargetError(ValueError):
     """A target that cannot be used as asked."""
 
@@ -41,7 +45,11 @@ class NormStageError(TargetError):
 @dataclass
 class TargetConfig:
     """Which target. ``path`` is a hub id or a folder; ``taps`` None derives them; dtype auto is float32 on the CPU and
-    bfloat16 on accelerators; native is bfloat16 also on CPUs that multiply it."""
+    bfloat16 on accelerators; native is bfloat16 also on CPUs that multiply it.
+
+    ``sampling`` is what the model's card says to sample with, by mode ("thinking", "direct"): temperature, top_k, top_p,
+    min_p. It is for models whose generation_config speaks for one of their two modes only; answering reads it.
+    """
 
     name: str
     path: str
@@ -49,10 +57,23 @@ class TargetConfig:
     taps: list[int] | None = None
     dtype: str = "auto"
     thinking: bool = False
+    sampling: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "native", *_DTYPES):
             raise TargetError(f"target.dtype {self.dtype!r} is not one of auto, native, {', '.join(_DTYPES)}")
+        for mode, values in self.sampling.items():
+            unknown = sorted(set(values) - set(SAMPLING_NAMES))
+            if mode not in MODES or unknown:
+                place = ".".join(["target.sampling", mode, *unknown[:1]])
+                raise TargetError(
+                    f"{place} is unknown: modes are {', '.join(MODES)}, their settings {', '.join(SAMPLING_NAMES)}"
+                )
+
+    @property
+    def mode(self) -> str:
+        """The mode that prompts are rendered in: thinking or direct."""
+        return "thinking" if self.thinking else "direct"
 
 
 def resolve(cfg: TargetConfig) -> str:
