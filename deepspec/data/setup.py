@@ -10,11 +10,12 @@ from deepspec.data.prompts import read_prompts
 from deepspec.data.regenerate import Account, RegenerateConfig, Stamp, regenerate
 from deepspec.distributed import is_main, rank, world_size
 from deepspec.models.sampling import Sampling
-from deepspec.models.target import SAMPLING_NAMES, Target, TargetConfig, resolve
+from deepspec.models.target import Target, TargetConfig, resolve
 
 # Generation settings of a model that the in-process engine has no place for: servers get them under their own names.
 SERVER_ONLY = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
+SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p")
 GENERATION_CONFIG = "the model's generation_config"
 # By these a generation_config of Qwen3 is known, whatever the model is called.
 QWEN3_THINKING = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
@@ -76,13 +77,11 @@ def sampling_plan(target: TargetConfig, given: RegenerateConfig) -> SamplingPlan
 
     Raises as ``generation_defaults``, unless nothing is left to be told by it.
     """
-    card = target.sampling.get(target.mode, {})
+    card = getattr(target.sampling, target.mode)
     wanted: dict[str, float | int | None] = {}
     for name in SAMPLING_NAMES:
         option = getattr(given, name)
-        wanted[name] = card.get(name) if option is None else option
-    if wanted["top_k"] is not None:
-        wanted["top_k"] = int(wanted["top_k"])
+        wanted[name] = getattr(card, name) if option is None else option
     temperature = wanted["temperature"]
     greedy = temperature is not None and Sampling(temperature).greedy
     try:
@@ -101,7 +100,7 @@ def _source(name: str, target: TargetConfig, given: RegenerateConfig, defaults: 
     """Who says what one sampling setting is."""
     if getattr(given, name) is not None:
         return "regenerate"
-    if name in target.sampling.get(target.mode, {}):
+    if getattr(getattr(target.sampling, target.mode), name) is not None:
         return f"target.sampling.{target.mode}, the model's card"
     if defaults.get(name) is not None:
         return GENERATION_CONFIG

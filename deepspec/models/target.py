@@ -23,15 +23,12 @@ from deepspec.models.frozen_head import FrozenHead as FrozenHead
 from deepspec.models.frozen_head import cap_logits, matmul_fp32
 from deepspec.models.kv_cache import KVCache
 from deepspec.models.ragged import ATTENTION, RaggedCache, RaggedPlan
+from deepspec.models.sampling import CardSampling
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # transformers makes an empty tokenizer up where a folder has none of these.
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab.*", "tekken.json")
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
-
-
-MODES = ("thinking", "direct")
-SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p")
 
 
 class TargetError(ValueError):
@@ -47,8 +44,8 @@ class TargetConfig:
     """Which target. ``path`` is a hub id or a folder; ``taps`` None derives them; dtype auto is float32 on the CPU and
     bfloat16 on accelerators; native is bfloat16 also on CPUs that multiply it.
 
-    ``sampling`` is what the model's card says to sample with, by mode ("thinking", "direct"): temperature, top_k, top_p,
-    min_p. It is for models whose generation_config speaks for one of their two modes only; answering reads it.
+    ``sampling`` is what the model's card says to sample with, by mode. It is for models whose generation_config speaks
+    for one of their two modes only; answering prompts reads it.
     """
 
     name: str
@@ -57,18 +54,11 @@ class TargetConfig:
     taps: list[int] | None = None
     dtype: str = "auto"
     thinking: bool = False
-    sampling: dict[str, dict[str, float]] = field(default_factory=dict)
+    sampling: CardSampling = field(default_factory=CardSampling)
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "native", *_DTYPES):
             raise TargetError(f"target.dtype {self.dtype!r} is not one of auto, native, {', '.join(_DTYPES)}")
-        for mode, values in self.sampling.items():
-            unknown = sorted(set(values) - set(SAMPLING_NAMES))
-            if mode not in MODES or unknown:
-                place = ".".join(["target.sampling", mode, *unknown[:1]])
-                raise TargetError(
-                    f"{place} is unknown: modes are {', '.join(MODES)}, their settings {', '.join(SAMPLING_NAMES)}"
-                )
 
     @property
     def mode(self) -> str:

@@ -29,7 +29,9 @@ _ENGINE = "vocab_size hidden_size intermediate_size num_hidden_layers num_attent
 _ENGINE += " rms_norm_eps max_position_embeddings rope_parameters tie_word_embeddings attention_bias"
 _ENGINE_BLOCK = " block_size mask_token_id target_layer_ids num_target_layers sample_from_anchor markov_rank"
 _ENGINE_BLOCK += " markov_head_type enable_confidence_head num_anchors layer_types"
-_ENGINE_EAGLE3 = " eagle_aux_hidden_state_layer_ids eagle_config norm_before_residual norm_before_fc norm_output fc_norm"
+_ENGINE_EAGLE3 = (
+    " eagle_aux_hidden_state_layer_ids eagle_config norm_before_residual norm_before_fc norm_output fc_norm"
+)
 REQUIRED = {
     ("deepspec", "Qwen3DSparkModel"): _LAYERS + " hidden_act" + _BLOCK,
     ("deepspec", "Qwen3Eagle3Model"): _LAYERS + " hidden_act" + _EAGLE3,
