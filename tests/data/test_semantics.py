@@ -1,4 +1,4 @@
-"""Versions of the rules behind answers and states: what was made by others is refused, what says none is of version 1."""
+"""Versions of the rules behind answers and states: others are refused, and what says none is of version 1."""
 
 import json
 import re
