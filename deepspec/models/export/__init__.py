@@ -79,8 +79,7 @@ def export(
 
     ``head`` adds the target's embedding and head, which engines with ``needs_head`` do not find elsewhere; ``target``
     is its text config, to be compared with; ``sps_table`` is a file of ``deepspec.eval.profile`` to go with the export.
-    Raises RefusedError, with nothing written, for what
-    the engine would refuse or get wrong.
+    Raises RefusedError, with nothing written, for what the engine would refuse or get wrong.
     """
     made, findings = check(
         source,
