@@ -16,6 +16,11 @@ FORMAT: Final = "deepspec-target-cache"
 SCHEMA_VERSION: Final = 1
 DECODED: Final = "decoded"
 NORM_STAGE: Final = "post"
+# Version of what a record's numbers mean: which tokens of a conversation are captured, at which layers and after which
+# norm, at which positions, how they are derived. Raise it when a change in capture.py, capture_plan.py or the target's
+# forward gives the same samples other states (beyond rounding): caches of before are then refused. 1 is also the
+# version of caches that do not say one.
+CAPTURE_SEMANTICS: Final = 1
 MANIFEST: Final = "manifest.json"
 INDEX: Final = "index.parquet"
 SHAPE_KEYS: Final = (
@@ -132,6 +137,7 @@ class Origin:
     norm_stage: str = NORM_STAGE
     log_normaliser: bool = False
     normaliser_states: str = ""
+    semantics: int = 1  # not CAPTURE_SEMANTICS: a manifest without one is of version 1
 
     @property
     def stale_normalisers(self) -> bool:
@@ -149,7 +155,8 @@ class Origin:
 
 @dataclass
 class Shard:
-    """A shard's line in the manifest. ``identity`` fingerprints the samples and settings it was built from."""
+    """A shard's line in the manifest. ``identity`` fingerprints the samples and settings it was built from;
+    ``git_revision`` is that of the code which built it, which later shards of the cache need not share."""
 
     file: str
     rows: int
@@ -158,6 +165,7 @@ class Shard:
     bytes: int
     checksum: str
     identity: str
+    git_revision: str | None = None
 
 
 @dataclass
@@ -314,6 +322,12 @@ def require(
         raise CacheMismatchError(
             f"{where} holds last states at stage {origin.norm_stage!r}, training needs {NORM_STAGE!r} (after the final "
             "norm): build the cache again"
+        )
+    if origin.semantics != CAPTURE_SEMANTICS:
+        raise CacheMismatchError(
+            f"{where} was captured by version {origin.semantics} of the rules for states, this deepspec has version "
+            f"{CAPTURE_SEMANTICS}, by which the same samples have other states: build the cache again "
+            "(cache.replace=true, or another cache.folder)"
         )
     if taps is not None and list(taps) != list(origin.taps):
         raise CacheMismatchError(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspec.data import record
-from deepspec.data.cache import DECODED, MANIFEST, CacheConfig, CacheManifest, Origin
+from deepspec.data.cache import CAPTURE_SEMANTICS, DECODED, MANIFEST, CacheConfig, CacheManifest, Origin
 from deepspec.data.cache_reader import CacheReader
 from deepspec.data.cache_replace import finished_manifest, outdated_shards, require_captured, require_replace
 from deepspec.data.cache_writer import ShardWriter, finalise, finished, read_facts, remove_leftovers, write_shard
@@ -69,10 +69,12 @@ class Plan:
     def key(self, target: TargetConfig) -> str:
         """Fingerprint of everything that can be known without loading the target."""
         parts = [self.responses.digest(start, stop) for start, stop in self.ranges]
-        content = [self.config.codec, self.config.log_normaliser]
+        content = [self.config.codec, self.config.log_normaliser, *self._semantics()]
         if self.config.log_normaliser and not codec_named(self.config.codec).lossless:
             content.append(DECODED)  # as in Origin: a lossy cache of an earlier version is not this one
-        return _digest([vars(target), vars(self.settings), content, self._layout(), parts])
+        # how the target samples decided the answers, which are in the parts
+        captured = {name: value for name, value in vars(target).items() if name != "sampling"}
+        return _digest([captured, vars(self.settings), content, self._layout(), parts])
 
     def identities(self, origin: Origin) -> list[str]:
         """One fingerprint per shard."""
@@ -82,11 +84,16 @@ class Plan:
         """Fingerprint of a shard of responses ``start`` … ``stop − 1``; where the target lies has no part in it."""
         weights = {name: origin.target[name] for name in ("fingerprint", "head", "shape")}
         made = origin.as_dict() | {"target": weights}
+        if made["semantics"] == 1:  # shards from before there was a version have none in their identity
+            del made["semantics"]
         return _digest([made, vars(self.settings), self._layout(), self.responses.digest(start, stop)])
 
     def rows(self, shards: list[int]) -> int:
         """Responses in ``shards``."""
         return sum(stop - start for start, stop in (self.ranges[number] for number in shards))
+
+    def _semantics(self) -> list[int]:
+        return [] if CAPTURE_SEMANTICS == 1 else [CAPTURE_SEMANTICS]  # as in ``identity``
 
     def _layout(self) -> list[Any]:
         return [self.config.batch_tokens, self.config.max_padding]
@@ -140,7 +147,15 @@ def build_cache(cfg: "DataPipelineConfig", target: Target | None = None) -> Cach
     if responses.left_out:
         dropped["held out"] = responses.left_out
     manifest = finalise(
-        folder, len(identities), origin, {"plan": key, "cache": vars(cfg.cache), "dropped": dict(dropped)}
+        folder,
+        len(identities),
+        origin,
+        {
+            "plan": key,
+            "cache": vars(cfg.cache),
+            "dropped": dict(dropped),
+            "answers": {"git_revisions": responses.revisions},
+        },
     )
     _report(folder, manifest, progress, dropped)
     return manifest

@@ -68,6 +68,7 @@ def _differences(manifest: CacheManifest, origin: Origin, config: CacheConfig) -
         ("cache.log_normaliser", "log_normaliser"),
         ("states of the log-normalisers", "normaliser_states"),
         ("last states' stage", "norm_stage"),
+        ("the version of the rules for states", "semantics"),
     ):
         pairs.append((option, getattr(manifest.origin, name), getattr(origin, name)))
     pairs.append(("tokenizer and chat template", manifest.origin.template[:12], origin.template[:12]))

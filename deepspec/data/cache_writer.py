@@ -135,6 +135,7 @@ class ShardWriter:
             bytes=self._file.size,
             checksum=self._file.digest.hexdigest(),
             identity=identity,
+            git_revision=provenance()["git_revision"],
         )
         return Facts(shard, self._index, self.probes, self.dropped)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from deepspec.data.batch import Sample
-from deepspec.data.cache import DECODED, SHAPE_KEYS, Origin, Probe
+from deepspec.data.cache import CAPTURE_SEMANTICS, DECODED, SHAPE_KEYS, Origin, Probe
 from deepspec.data.capture_plan import Conversation
 from deepspec.data.codecs import Codec, codec_named, encode_and_decode
 from deepspec.data.fingerprints import head_fingerprint, template_fingerprint
@@ -40,6 +40,7 @@ def origin_of(
         codec=codec,
         log_normaliser=log_normaliser,
         normaliser_states=DECODED if log_normaliser and lossy else "",
+        semantics=CAPTURE_SEMANTICS,
     )
 
 

@@ -17,7 +17,15 @@ import xxhash
 
 from deepspec.data.chat import ChatError
 from deepspec.data.prompts import read_prompts
-from deepspec.data.responses import Response, ResponsesError, encode_row, from_plain, part_files
+from deepspec.data.responses import (
+    Response,
+    ResponsesError,
+    encode_row,
+    from_plain,
+    part_files,
+    part_provenance,
+    require_semantics,
+)
 from deepspec.files import read_json
 
 MAX_UNUSABLE: Final = 0.05  # share of rows without a supervised token above which the template must be wrong
@@ -66,6 +74,7 @@ class Responses:
                 f"{folder} holds no responses: run `python -m deepspec.data regenerate` with the same target and out"
             )
         _check_target(folder, target)
+        require_semantics(folder)
         self.digests: list[str] = []
         self._places: list[tuple[int, int]] = []
         self.ids: list[str] = []
@@ -82,6 +91,12 @@ class Responses:
         if limit is not None:
             self.ids, self._places = self.ids[:limit], self._places[:limit]
         self._table: tuple[int, pa.Table] | None = None
+
+    @property
+    def revisions(self) -> list[str]:
+        """Git revisions of the code that made the answers, each once; "unknown" for parts that do not say theirs."""
+        stated = [part_provenance(part).get("git_revision") for part in self.parts]
+        return sorted({revision or "unknown" for revision in stated})
 
     def _leave_out(self, unwanted: set[str]) -> None:
         kept = [row for row, id in enumerate(self.ids) if id not in unwanted]

@@ -52,6 +52,8 @@ def describe(reader: CacheReader) -> list[str]:
     sources = Counter(reader.source(row) or "unnamed" for row in range(len(reader)))
     quantiles = np.quantile(lengths, [0, 0.5, 0.9, 1]).astype(int).tolist() if len(lengths) else []
     versions = manifest.provenance.get("versions", {})
+    finished_by = manifest.provenance.get("git_revision")
+    revisions = {shard.git_revision or finished_by or "unknown" for shard in manifest.shards} or {"unknown"}
     return [
         f"{reader.path}",
         f"  target     {target['name']} ({shape['model_type']}, {shape['num_hidden_layers']} layers, hidden size "
@@ -68,7 +70,7 @@ def describe(reader: CacheReader) -> list[str]:
         f"  sources    {', '.join(f'{name} {count}' for name, count in sources.most_common())}",
         f"  dropped    {', '.join(f'{n} {why}' for why, n in manifest.settings.get('dropped', {}).items()) or 'none'}",
         f"  made with  deepspec {versions.get('deepspec')}, torch {versions.get('torch')}, revision "
-        f"{(manifest.provenance.get('git_revision') or 'unknown')[:12]}",
+        f"{', '.join(sorted(revision[:12] for revision in revisions))}",
     ]
 
 

@@ -19,12 +19,14 @@ from typing import Any
 
 from deepspec.data.engines import Answer, Engine, Request
 from deepspec.data.responses import (
+    ANSWER_SEMANTICS,
     Response,
     ResponsesError,
     answered_ids,
     next_part,
     part_name,
     read_failures,
+    require_semantics,
     write_part,
 )
 from deepspec.files import atomic_write, provenance, read_json, write_json
@@ -37,13 +39,14 @@ class RegenerateConfig:
     """How responses are made.
 
     ``engine`` is ``transformers`` (in this process) or ``openai`` (the ``servers``). Sampling values that are null come
-    from the model's generation_config (greedy when it says nothing). A part file is written every
+    from ``target.sampling`` (the model's card, for the mode that is asked in), else from the model's generation_config
+    (greedy when it says nothing). A part file is written every
     ``flush_completions`` answers or ``flush_seconds``, whichever is first: the most a kill can lose. ``concurrency`` is
     requests in flight per server, ``timeout`` seconds of one request, ``attempts`` tries of one request.
     """
 
     engine: str = "transformers"
-    max_new_tokens: int = 2048
+    max_new_tokens: int = 4096
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -85,6 +88,7 @@ class Stamp:
     seed: int
     sampling: dict[str, Any]
     extra: dict[str, Any] = field(default_factory=dict)
+    semantics: int = ANSWER_SEMANTICS
 
 
 @dataclass
@@ -336,7 +340,8 @@ def _check_stamp(folder: Path, stamp: Stamp, rank: int) -> None:
         if rank == 0:
             write_json(file, {"stamp": ours, **provenance()})
         return
-    theirs = read_json(file)["stamp"]
+    require_semantics(folder)
+    theirs = {"semantics": 1} | read_json(file)["stamp"]
     different = [f"{key}: {theirs.get(key)!r} there, {ours[key]!r} now" for key in ours if theirs.get(key) != ours[key]]
     if different:
         raise ResponsesError(

@@ -17,8 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 
 from deepspec.data.chat import Encoded, encode, encode_response
-from deepspec.files import atomic_write
+from deepspec.files import atomic_write, provenance, read_json
 
+_MADE = b"deepspec"  # key of the schema's metadata
 _PART = re.compile(r"part-(?P<rank>\d+)-(?P<number>\d+)")
 SCHEMA = pa.schema(
     [
@@ -32,6 +33,13 @@ SCHEMA = pa.schema(
         ("tools", pa.string()),
     ]
 )
+
+
+# Version of the rules by which answers are made: how prompts are rendered (chat.py), tokens drawn (models/sampling.py,
+# engines.draw_index) and ends trimmed (engines.py, servers.py). Raise it when a change to one of them gives the same
+# prompt, target and options another answer: answers of before are then refused. 1 is also the version of folders that
+# do not say one.
+ANSWER_SEMANTICS = 1
 
 
 class ResponsesError(ValueError):
@@ -72,8 +80,10 @@ def write_part(file: Path, responses: Iterable[Response]) -> None:
         }
         for row in responses
     ]
+    made = {"semantics": ANSWER_SEMANTICS, **provenance()}
+    schema = SCHEMA.with_metadata({_MADE: json.dumps(made)})
     with atomic_write(file) as temporary:
-        parquet.write_table(pa.Table.from_pylist(rows, SCHEMA), temporary, compression="zstd")
+        parquet.write_table(pa.Table.from_pylist(rows, schema), temporary, compression="zstd")
 
 
 def _json(value: Any) -> str:
@@ -100,6 +110,26 @@ def next_part(folder: Path) -> int:
 def _place(file: Path) -> tuple[float, int, str]:
     match = _PART.fullmatch(file.stem)
     return (int(match["number"]), int(match["rank"]), "") if match else (math.inf, 0, file.name)
+
+
+def part_provenance(file: Path) -> dict[str, Any]:
+    """What code wrote a part: its ``semantics``, versions and ``git_revision``; {} for parts that do not say it."""
+    metadata = _open(file).schema_arrow.metadata or {}
+    return json.loads(metadata.get(_MADE, b"{}"))
+
+
+def require_semantics(folder: Path) -> None:
+    """Raise ResponsesError unless the folder's answers were made by this version's rules; no manifest says nothing."""
+    file = folder / "manifest.json"
+    if not file.is_file():
+        return
+    version = read_json(file).get("stamp", {}).get("semantics", 1)
+    if version != ANSWER_SEMANTICS:
+        raise ResponsesError(
+            f"{folder} holds answers made by version {version} of the rules for rendering, sampling and trimming, this "
+            f"deepspec has version {ANSWER_SEMANTICS}, by which the same prompts are answered otherwise: answer them "
+            "again with another out=… (or delete the folder), or use the deepspec that made them"
+        )
 
 
 def part_name(rank: int, number: int) -> str:

@@ -1,7 +1,7 @@
 """From options to an engine, its stamp and the answers. Knows where a model's generation defaults are."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,11 @@ from deepspec.models.target import Target, TargetConfig, resolve
 
 # Generation settings of a model that the in-process engine has no place for: servers get them under their own names.
 SERVER_ONLY = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p")
+GENERATION_CONFIG = "the model's generation_config"
+# By these a generation_config of Qwen3 is known, whatever the model is called.
+QWEN3_THINKING = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 
 
 class GenerationConfigError(ValueError):
@@ -57,19 +62,77 @@ def _has_none(path: str, revision: str) -> bool:
     return False
 
 
-def stamp_of(target: TargetConfig, given: RegenerateConfig) -> Stamp:
-    """How the answers of this target are made. Raises as ``generation_defaults``, unless the sampling is all given."""
-    greedy = given.temperature == 0
+@dataclass(frozen=True)
+class SamplingPlan:
+    """``values`` to sample with and, in words, where they come from; ``defaults`` are the model's own settings."""
+
+    values: Sampling
+    source: str
+    defaults: dict[str, Any]
+    warning: str | None = None
+
+
+def sampling_plan(target: TargetConfig, given: RegenerateConfig) -> SamplingPlan:
+    """What ``regenerate`` gives, else the model's card (``target.sampling``), else its generation_config, else greedy.
+
+    Raises as ``generation_defaults``, unless nothing is left to be told by it.
+    """
+    card = getattr(target.sampling, target.mode)
+    wanted: dict[str, float | int | None] = {}
+    for name in SAMPLING_NAMES:
+        option = getattr(given, name)
+        wanted[name] = getattr(card, name) if option is None else option
+    temperature = wanted["temperature"]
+    greedy = temperature is not None and Sampling(temperature).greedy
     try:
         defaults = generation_defaults(target)
     except GenerationConfigError:
-        if not greedy and None in (given.temperature, given.top_k, given.top_p):
+        if not greedy and None in (temperature, wanted["top_k"], wanted["top_p"]):
             raise
         defaults = {}
-    sampling: dict[str, Any] = asdict(
-        sampling_from(defaults, {name: getattr(given, name) for name in ("temperature", "top_k", "top_p", "min_p")})
+    values = sampling_from(defaults, wanted)
+    names = ("temperature",) if values.greedy else SAMPLING_NAMES
+    sources = {name: _source(name, target, given, defaults) for name in names}
+    return SamplingPlan(values, _in_words(sources), defaults, _other_mode(target, sources, defaults))
+
+
+def _source(name: str, target: TargetConfig, given: RegenerateConfig, defaults: dict[str, Any]) -> str:
+    """Who says what one sampling setting is."""
+    if getattr(given, name) is not None:
+        return "regenerate"
+    if getattr(getattr(target.sampling, target.mode), name) is not None:
+        return f"target.sampling.{target.mode}, the model's card"
+    if defaults.get(name) is not None:
+        return GENERATION_CONFIG
+    return "nobody, so off" if name != "temperature" else "nobody"
+
+
+def _in_words(sources: dict[str, str]) -> str:
+    """Settings by source: "temperature, top_p from regenerate; top_k, min_p from …"."""
+    by_source: dict[str, list[str]] = {}
+    for name, source in sources.items():
+        by_source.setdefault(source, []).append(name)
+    return "; ".join(f"{', '.join(names)} from {source}" for source, names in by_source.items())
+
+
+def _other_mode(target: TargetConfig, sources: dict[str, str], defaults: dict[str, Any]) -> str | None:
+    """A warning where Qwen3's values for thinking, all that its generation_config holds, are used without thinking."""
+    is_qwen3 = all(defaults.get(name) == value for name, value in QWEN3_THINKING.items())
+    if target.thinking or not is_qwen3 or GENERATION_CONFIG not in sources.values():
+        return None
+    return (
+        f"WARNING: {QWEN3_THINKING} of the model's generation_config are Qwen3's values for thinking, and "
+        "target.thinking is false: Qwen3's card says temperature 0.7, top_p 0.8, top_k 20 without thinking. Give them "
+        "as regenerate.temperature=0.7 regenerate.top_p=0.8, or take the listed target (target=qwen3-4b …)"
     )
-    penalties = {name: defaults[name] for name in SERVER_ONLY if defaults.get(name, NEUTRAL[name]) != NEUTRAL[name]}
+
+
+def stamp_of(target: TargetConfig, given: RegenerateConfig, plan: SamplingPlan | None = None) -> Stamp:
+    """How the answers of this target are made. Raises as ``sampling_plan``."""
+    plan = plan or sampling_plan(target, given)
+    sampling: dict[str, Any] = asdict(plan.values)
+    stated = {name: plan.defaults.get(name, NEUTRAL[name]) for name in SERVER_ONLY}
+    penalties = {name: value for name, value in stated.items() if value != NEUTRAL[name]}
     extra: dict[str, Any] = {}
     if given.engine == "openai":
         sampling |= penalties
@@ -89,10 +152,9 @@ def engine_maker(
             from deepspec.data.servers import ServersEngine
 
             return ServersEngine(given, stamp)
-        names = ("temperature", "top_k", "top_p", "min_p")
         return TransformersEngine(
             loaded or Target.load(target),
-            sampling=Sampling(**{name: stamp.sampling[name] for name in names}),
+            sampling=Sampling(**{name: stamp.sampling[name] for name in SAMPLING_NAMES}),
             max_new_tokens=given.max_new_tokens,
             batch_size=given.batch_size,
             seed=given.seed,
@@ -109,9 +171,14 @@ def answer_prompts(
 
     Raises SourceError without the file, and as ``regenerate`` does.
     """
-    prompts, stamp = read_prompts(file), stamp_of(target, given)
+    prompts = read_prompts(file)
+    plan = sampling_plan(target, given)
+    stamp = stamp_of(target, given, plan)
     if is_main():
-        print(f"{stamp.target}: thinking {'on' if stamp.thinking else 'off'}, sampling {stamp.sampling}")
+        thinking = "on" if stamp.thinking else "off"
+        print(f"{stamp.target}: thinking {thinking}, sampling {stamp.sampling} ({plan.source})")
+        if plan.warning is not None:
+            print(plan.warning)
     make_engine = engine_maker(target, given, stamp, loaded)
     account = regenerate(prompts, folder, stamp, make_engine, given, rank=rank(), world=world_size())
     print(f"{folder}: {account}")

@@ -137,8 +137,10 @@ def softcap(config: Any) -> float | None:
 
 
 def default_taps(num_layers: int, count: int = 5) -> tuple[int, ...]:
-    """``count`` layers evenly spaced from 1 to L−3, halves rounded up (DSpark, arXiv 2607.05147). A target too shallow for that
-    spreads over 0…L−2 and may get fewer."""
+    """``count`` layers evenly spaced from 1 to L−3, halves rounded up, as DSpark's published drafters have them.
+
+    A target too shallow for that spreads over 0…L−2 and may get fewer.
+    """
     if num_layers < 2:
         raise TapError(f"a target of {num_layers} layer(s) has nothing to tap: the last layer is not allowed")
     if count < 1:

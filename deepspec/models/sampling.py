@@ -3,7 +3,7 @@
 Letters: B rows, V vocabulary; "..." are any leading dimensions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -45,6 +45,24 @@ class Sampling:
     def greedy(self) -> bool:
         """Whether every draw is the argmax."""
         return self.temperature < SMALLEST_TEMPERATURE
+
+
+@dataclass
+class ModeSampling:
+    """Sampling settings as a model's card names them for one mode; None where it names none."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+
+@dataclass
+class CardSampling:
+    """What a model's card says to sample with when it thinks and when it answers directly."""
+
+    thinking: ModeSampling = field(default_factory=ModeSampling)
+    direct: ModeSampling = field(default_factory=ModeSampling)
 
 
 class Distribution:

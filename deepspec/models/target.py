@@ -10,7 +10,7 @@ import json
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from deepspec.models.frozen_head import FrozenHead as FrozenHead
 from deepspec.models.frozen_head import cap_logits, matmul_fp32
 from deepspec.models.kv_cache import KVCache
 from deepspec.models.ragged import ATTENTION, RaggedCache, RaggedPlan
+from deepspec.models.sampling import CardSampling
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # transformers makes an empty tokenizer up where a folder has none of these.
@@ -41,7 +42,11 @@ class NormStageError(TargetError):
 @dataclass
 class TargetConfig:
     """Which target. ``path`` is a hub id or a folder; ``taps`` None derives them; dtype auto is float32 on the CPU and
-    bfloat16 on accelerators; native is bfloat16 also on CPUs that multiply it."""
+    bfloat16 on accelerators; native is bfloat16 also on CPUs that multiply it.
+
+    ``sampling`` is what the model's card says to sample with, by mode. It is for models whose generation_config speaks
+    for one of their two modes only; answering prompts reads it.
+    """
 
     name: str
     path: str
@@ -49,10 +54,16 @@ class TargetConfig:
     taps: list[int] | None = None
     dtype: str = "auto"
     thinking: bool = False
+    sampling: CardSampling = field(default_factory=CardSampling)
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "native", *_DTYPES):
             raise TargetError(f"target.dtype {self.dtype!r} is not one of auto, native, {', '.join(_DTYPES)}")
+
+    @property
+    def mode(self) -> str:
+        """The mode that prompts are rendered in: thinking or direct."""
+        return "thinking" if self.thinking else "direct"
 
 
 def resolve(cfg: TargetConfig) -> str:

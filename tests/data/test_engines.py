@@ -5,8 +5,10 @@ from collections import deque
 import pytest
 import torch
 
+from deepspec import recipes
 from deepspec.data import engines, setup
 from deepspec.data.chat import render_prompt
+from deepspec.data.config import DataPipelineConfig
 from deepspec.data.engines import (
     EngineError,
     Request,
@@ -15,10 +17,11 @@ from deepspec.data.engines import (
     draw_index,
     sampling_from,
 )
-from deepspec.data.regenerate import RegenerateConfig
+from deepspec.data.regenerate import Account, RegenerateConfig
 from deepspec.models import decode
 from deepspec.models.sampling import Sampling
 from deepspec.models.target import TargetConfig
+from deepspec.train.config import TrainConfig
 from tests.data.little_chat import chat_target
 
 
@@ -181,3 +184,99 @@ def test_a_generation_config_that_cannot_be_read_is_not_greedy(tmp_path, monkeyp
     assert setup.stamp_of(hub, all_given).sampling == vars(Sampling(0.7, 20, 0.8))
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: huggingface_hub._CACHED_NO_EXIST)
     assert setup.generation_defaults(hub) == {}
+
+
+# --- Qwen3: one generation_config for two modes ---------------------------------------------------------------------
+
+QWEN3 = [name for name in recipes.names("target") if name.startswith("qwen3-")]
+QWEN3_CONFIG = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+
+
+def composed(*overrides):
+    cfg = recipes.load("data", overrides, DataPipelineConfig)
+    return cfg.target, cfg.regenerate
+
+
+@pytest.mark.parametrize("name", QWEN3)
+@pytest.mark.parametrize(
+    ("thinking", "expected"),
+    [("false", Sampling(0.7, 20, 0.8, 0.0)), ("true", Sampling(0.6, 20, 0.95, 0.0))],
+)
+def test_qwen3_answers_with_its_cards_values_of_the_mode(name, thinking, expected, monkeypatch):
+    monkeypatch.setattr(setup, "generation_defaults", lambda target: QWEN3_CONFIG)
+    target, given = composed(f"target={name}", f"target.thinking={thinking}")
+    plan = setup.sampling_plan(target, given)
+    assert plan.values == expected
+    assert plan.warning is None
+    assert "target.sampling." in plan.source
+    assert given.max_new_tokens == 4096
+    stamp = setup.stamp_of(target, given)
+    assert stamp.sampling == vars(expected)
+    assert isinstance(stamp.sampling["top_k"], int)
+
+
+def test_training_on_prompts_answers_in_the_same_way(monkeypatch):
+    monkeypatch.setattr(setup, "generation_defaults", lambda target: QWEN3_CONFIG)
+    cfg = recipes.load("train", ["+recipe=dspark", "target=qwen3-8b"], TrainConfig)
+    assert setup.sampling_plan(cfg.target, cfg.regenerate).values == Sampling(0.7, 20, 0.8)
+
+
+def test_what_is_given_goes_before_the_card_and_both_are_named(monkeypatch):
+    monkeypatch.setattr(setup, "generation_defaults", lambda target: QWEN3_CONFIG)
+    plan = setup.sampling_plan(*composed("target=qwen3-4b", "regenerate.temperature=1.0"))
+    assert plan.values == Sampling(1.0, 20, 0.8)
+    assert plan.source == (
+        "temperature from regenerate; top_k, top_p, min_p from target.sampling.direct, the model's card"
+    )
+    plan = setup.sampling_plan(*composed("target=qwen3-4b", "target.sampling.direct.top_p=0.9"))
+    assert plan.values == Sampling(0.7, 20, 0.9)
+    plan = setup.sampling_plan(*composed("target=qwen3-4b", "regenerate.temperature=0"))
+    assert (plan.values, plan.source) == (Sampling(), "temperature from regenerate")
+
+
+def test_an_unlisted_qwen3_is_told_that_its_values_are_those_for_thinking(monkeypatch):
+    monkeypatch.setattr(setup, "generation_defaults", lambda target: QWEN3_CONFIG)
+    plan = setup.sampling_plan(*composed("target=org/My-Finetune"))
+    assert plan.values == Sampling(0.6, 20, 0.95)
+    assert plan.source == ("temperature, top_k, top_p from the model's generation_config; min_p from nobody, so off")
+    assert plan.warning is not None
+    assert "regenerate.temperature=0.7 regenerate.top_p=0.8" in plan.warning
+    for more in (
+        ["target.thinking=true"],
+        ["regenerate.temperature=0.7", "regenerate.top_p=0.8", "regenerate.top_k=9"],
+    ):
+        assert setup.sampling_plan(*composed("target=org/My-Finetune", *more)).warning is None
+
+
+def test_other_models_are_not_warned(monkeypatch):
+    monkeypatch.setattr(
+        setup, "generation_defaults", lambda target: {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    )
+    plan = setup.sampling_plan(*composed("target=llama3.1-8b"))
+    assert (plan.values, plan.warning) == (Sampling(0.6, 0, 0.9), None)
+    monkeypatch.setattr(setup, "generation_defaults", lambda target: {})
+    plan = setup.sampling_plan(*composed("target=org/Base"))
+    assert (plan.values, plan.source) == (Sampling(), "temperature from nobody")
+
+
+def test_the_printed_plan_says_where_its_sampling_comes_from(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(setup, "generation_defaults", lambda target: QWEN3_CONFIG)
+    monkeypatch.setattr(setup, "regenerate", lambda *_, **__: Account())
+    (tmp_path / "train.jsonl").write_text("")
+    target, given = composed("target=org/My-Finetune")
+    setup.answer_prompts(tmp_path / "train.jsonl", tmp_path / "responses", target, given)
+    said = capsys.readouterr().out
+    assert "my-finetune: thinking off, sampling {'temperature': 0.6" in said
+    assert "from the model's generation_config" in said
+    assert "WARNING" in said
+
+
+@pytest.mark.parametrize("place", ["warm.temperature", "direct.heat"])
+def test_a_misspelt_card_is_named(place):
+    with pytest.raises(recipes.RecipeError, match=place.split(".")[place.startswith("direct")]):
+        composed("target=qwen3-4b", f"target.sampling.{place}=1.0")
+
+
+def test_the_demo_keeps_its_own_answers():
+    _, given = composed("data=demo", "target=smollm2-135m")
+    assert (given.max_new_tokens, given.temperature) == (128, 0.0)

@@ -223,9 +223,9 @@ def test_intervals_resample_prompts() -> None:
     )
     entry = confidence.judge(rounds, rounds.confidence_NG, resamples=400)[0]
     brier = entry["brier"]
-    assert brier.low < brier.value < brier.high
-    assert brier.high - brier.low > 0.1  # ± 1.96 · 0.4 · √(.7·.3/20), halved; by rounds it would be 0.02
-    assert math.isclose(entry["ece"].value, abs(0.7 - accepted.mean()), abs_tol=1e-6)
+    assert brier["low"] < brier["value"] < brier["high"]
+    assert brier["high"] - brier["low"] > 0.1  # ± 1.96 · 0.4 · √(.7·.3/20), halved; by rounds it would be 0.02
+    assert math.isclose(entry[confidence.ECE]["value"], abs(0.7 - accepted.mean()), abs_tol=1e-6)
 
 
 def test_split_is_by_prompt() -> None:
@@ -542,7 +542,7 @@ def test_what_an_evaluation_offers_is_what_the_schedule_says(trained, name: str)
     arguments += ["--target", trained / "tiny", "--max-new-tokens", 20, "--output", output]
     assert tiny_run.evaluate(*arguments, "--schedule", name, "--sps", sps) == 0
     scheduler, offered, cut = make_schedule(name, sps=table), set(), 0
-    (file,) = output.glob("records-*.jsonl")
+    (file,) = output.glob("records-dspark-*.jsonl")
     for line in map(json.loads, file.read_text().splitlines()):
         for (proposed, _, _), values in zip(line["rounds"], line["confidence"], strict=True):
             wanted = int(scheduler(np.array([values]))[0])

@@ -187,7 +187,7 @@ def test_requests_must_be_causal_towards_each_other() -> None:
 
 
 def test_appendix_a() -> None:
-    """DSpark (arXiv 2607.05147), appendix A: V = {A, B}, p = (0.7, 0.3), q = (0.5, 0.5); c_2 is 0.9 after A and 0 after B."""
+    """DSpark's appendix A: V = {A, B}, p = (0.7, 0.3), q = (0.5, 0.5); c_2 is 0.9 after A and 0 after B."""
     sps = SPSTable((1, 2, 3), (1.0, 0.5, 0.45))
     p, q = np.array([0.7, 0.3]), np.array([0.5, 0.5])
 

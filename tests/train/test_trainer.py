@@ -80,6 +80,14 @@ def test_metrics_and_checkpoints_of_a_run_are_complete(folder, whole):
         assert facts["target"]["fingerprint"]
         assert facts["thinking"] is False
         assert facts["training"]["step"] in (4, 8, 10)
+        assert drafters.read_config(f"{whole.folder}/{name}")["num_anchors"] == whole.data.anchors == 6
+
+
+def test_an_eagle3_checkpoint_publishes_the_run_s_step_decay(folder, tmp_path):
+    cfg = tiny_run.config(folder, recipe="eagle3", name="decay", loss__step_decay=0.5, drafter__ttt_length=3)
+    tiny_run.trainer(cfg)._write_drafter(tmp_path)
+    fields = drafters.read_config(tmp_path)
+    assert (fields["step_loss_decay"], fields["ttt_length"]) == (0.5, 3)
 
 
 def test_the_best_checkpoint_is_the_one_with_the_highest_expected_tau(whole):

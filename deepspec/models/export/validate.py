@@ -280,9 +280,7 @@ def _released(s: Subject) -> Iterator[Finding]:
     if sliding or metadata.get("sliding_window"):
         yield Finding("warning", "layer_types", f"{public} attend to the whole context, not to a sliding window")
     if s.eagle and s.config.get("qk_norm") is False:
-        yield Finding(
-            "warning", "qk_norm", f"{public} add q/k norms to EAGLE-3, which this drafter was trained without"
-        )
+        yield Finding("warning", "qk_norm", f"{public} add q/k norms to EAGLE-3, this drafter was trained without any")
 
 
 def _rope(s: Subject) -> Iterator[Finding]:
