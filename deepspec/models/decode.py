@@ -17,6 +17,7 @@ from deepspec.models.protocol import Drafter as Drafter
 from deepspec.models.protocol import Proposal as Proposal
 from deepspec.models.sampling import Distribution, Sampling
 from deepspec.models.target import Target
+from deepspec.models.timings import Timings as Timings
 from deepspec.models.verify import CONDITIONAL, Threshold, verify
 
 # Part of what names a recorded run. Raise it with any change after which the same seed and options give other tokens,
@@ -65,28 +66,7 @@ class Completion:
     finish_reason: str
     rounds: list[Round]
     seconds: float
-    share: "Timings"
-
-
-@dataclass
-class Timings:
-    """Seconds of a run. Passing one to ``generate`` makes it wait for the device at each boundary."""
-
-    prefill: float = 0.0
-    draft: float = 0.0
-    verify: float = 0.0
-    other: float = 0.0
-    rounds: int = 0
-    tokens: int = 0
-
-    def add(self, part: str, seconds: float) -> None:
-        """Book seconds under prefill, draft, verify or other."""
-        setattr(self, part, getattr(self, part) + seconds)
-
-    @property
-    def total(self) -> float:
-        """All seconds."""
-        return self.prefill + self.draft + self.verify + self.other
+    share: Timings
 
 
 @dataclass
