@@ -187,7 +187,7 @@ def encode_rows(
 
 
 def check_usable(kept: int, dropped: Counter[str], folder: Path) -> None:
-    """Raise ResponsesError when so many rows have no supervised token that the template must be wrong (trap 7)."""
+    """Raise ResponsesError when so many rows have no supervised token that the template must be wrong."""
     unusable = dropped["nothing supervised"] + dropped["template"]
     if unusable > MAX_UNUSABLE * (kept + unusable) and unusable > 1:
         raise ResponsesError(

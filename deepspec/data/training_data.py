@@ -73,7 +73,8 @@ def open_cache(
 def prove_head(reader: CacheReader, head: FrozenHead) -> float:
     """Share of the manifest's probes whose next token ``head`` reproduces from the cached last states.
 
-    Raises CacheMismatchError when it is too low: the states are then not this head's inputs (trap 1: pre-norm states).
+    Raises CacheMismatchError when it is too low: the states are then not this head's inputs, but for example those
+    before the final norm.
     """
     right = total = 0
     rows = {probe.id: row for row, probe in _rows_of(reader)}

@@ -54,7 +54,7 @@ class WrongTargetError(CheckpointError):
 
 
 class AnchorLayoutError(CheckpointError):
-    """A checkpoint whose anchor predicts nothing: another block layout than this project's (traps.md 4)."""
+    """A checkpoint whose anchor predicts nothing: another block layout than this project's (docs/algorithms.md)."""
 
 
 def build(

@@ -36,7 +36,7 @@ class TargetError(ValueError):
 
 
 class NormStageError(TargetError):
-    """Hidden states that the head does not turn into the model's own logits (traps 1 and 2)."""
+    """Hidden states that the head does not turn into the model's own logits, as a wrong norm gives them."""
 
 
 @dataclass

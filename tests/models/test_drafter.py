@@ -148,7 +148,7 @@ PUBLISHED = dict(
 
 
 def published(folder, head, drop=(), extra=(), **changes):
-    """A checkpoint as deepseek-ai/DeepSpec releases them: names and shapes of reference/serving.md."""
+    """A checkpoint as deepseek-ai/DeepSpec releases them: names and shapes of its public checkpoints."""
     shapes = {"fc.weight": (WIDTH, 3 * WIDTH), "hidden_norm.weight": (WIDTH,), "norm.weight": (WIDTH,)}
     for i in range(2):
         at = f"layers.{i}."
