@@ -101,3 +101,16 @@ def test_confidence_is_affine_and_starts_undecided(rank):
         head.proj.bias.fill_(0.5)
     expected = hidden_BGD @ torch.arange(WIDTH).double() + 0.5 + sum(range(WIDTH, WIDTH + rank))
     torch.testing.assert_close(head(hidden_BGD, previous), expected)
+
+
+def test_heads_start_as_docs_scaling_says():
+    """Rows of W1 have length 1 on average, W2 is zero, and every confidence is one half."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        head = MarkovHead("vanilla", 500, 500, 64, 16)
+        confidence = ConfidenceHead(16, 64)
+    lengths = head.markov_w1.weight.square().sum(-1)
+    assert float(lengths.mean()) == pytest.approx(1.0, abs=0.05)
+    assert not head.markov_w2.weight.any()
+    hidden, previous = torch.randn(3, 16), torch.randn(3, 64)
+    assert torch.sigmoid(confidence(hidden, previous)).tolist() == [0.5, 0.5, 0.5]
