@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-CITED = re.compile(r"(?<![\w/.])((?:docs/)?[a-z][\w-]*\.md)\b")
+# A Markdown file with whatever folders stand before it, or any file under docs/.
+CITED = re.compile(r"(?<![\w/.-])((?:[\w.-]+/)*[\w-]+\.md|docs/(?:[\w-]+/)*[\w-]+\.\w+)\b")
+URL = re.compile(r"\w+://\S+")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 WRITTEN_BY_US = {"table.md"}  # an evaluation writes it
 
@@ -24,13 +26,39 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("file", tracked(".py", ".yaml", ".sh"), ids=lambda file: str(file.relative_to(ROOT)))
-def test_documents_named_in_code_exist(file):
+def absent_documents(text: str) -> list[str]:
+    """Documents that a text names and the repository does not hold; a name without a folder may be in any folder."""
+    names = set(CITED.findall(URL.sub("", text))) - WRITTEN_BY_US
+    pages = {page.name for page in tracked(".md")}
+    return sorted(name for name in names if not (ROOT / name).is_file() and name not in pages)
+
+
+@pytest.mark.parametrize(
+    ("text", "absent"),
+    [
+        ("see docs/algorithms.md and README.md", []),
+        ("the vectors of docs/scheduling-vectors.json", []),
+        ("https://example.org/docs/absent.md", []),
+        ("formula 3 of absent.md", ["absent.md"]),
+        ("see elsewhere/absent.md, section 3", ["elsewhere/absent.md"]),
+        ("../elsewhere/absent.md", ["../elsewhere/absent.md"]),
+        ("docs/absent/vectors.json", ["docs/absent/vectors.json"]),
+        ("ABSENT.md", ["ABSENT.md"]),
+    ],
+)
+def test_absent_documents_are_seen_wherever_they_would_be(text, absent):
+    assert absent_documents(text) == absent
+
+
+@pytest.mark.parametrize(
+    "file", tracked(".py", ".yaml", ".sh", ".md", "Makefile"), ids=lambda file: str(file.relative_to(ROOT))
+)
+def test_documents_that_are_named_exist(file):
     if file == Path(__file__).resolve():
         return
-    names = set(CITED.findall(file.read_text(encoding="utf-8"))) - WRITTEN_BY_US
-    pages = {page.name for page in tracked(".md")}
-    missing = [name for name in names if not (ROOT / name).is_file() and name not in pages]
+    text = file.read_text(encoding="utf-8")
+    # The targets of links are relative to their page and have a test of their own.
+    missing = absent_documents(LINK.sub("", text))
     assert not missing, f"cites {missing}"
 
 

@@ -1,7 +1,8 @@
 """The sequential heads of DSpark: a low-rank Markov bias on the logits, and the confidence of each position.
 
 A Markov head gives m so that the logits of position k are U_k + m_k W2ᵀ: the bias itself is left to whoever holds the
-head, so that a loss can stay chunked. Teacher-forced (all positions) and step-wise forms are equal. Source: DSpark §3.
+head, so that a loss can stay chunked. Teacher-forced (all positions) and step-wise forms are equal.
+Source: DSpark (arXiv 2607.05147); equations: docs/algorithms.md#dspark.
 Shapes: B rows, N blocks, G positions, D hidden size, R rank, V vocabulary.
 """
 

@@ -56,7 +56,10 @@ def test_layer_without_context_is_the_family_layer(name):
 
 @torch.no_grad()
 def test_context_is_projected_without_a_layer_norm():
-    """DFlash §3: K, V of the context come from hidden_norm(fc(taps)) alone; the layer's input norm must not matter."""
+    """K, V of the context come from hidden_norm(fc(taps)) alone (DFlash, arXiv 2602.06036).
+
+    The layer's input norm must not matter.
+    """
     backbone = shake(Backbone(config_of("qwen3", {}), len(TAPS)))
     b = batch()
     before = backbone.context(b.taps_BSF, b.positions_BS)
