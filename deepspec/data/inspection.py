@@ -68,6 +68,7 @@ def describe(reader: CacheReader) -> list[str]:
         f"  size       {human_bytes(manifest.bytes)} as {manifest.codec}, {manifest.bytes / max(raw, 1):.3f} of raw "
         f"bfloat16 ({human_bytes(raw)}), {manifest.bytes / max(tokens, 1):.0f} bytes per token",
         f"  sources    {', '.join(f'{name} {count}' for name, count in sources.most_common())}",
+        *_normaliser_line(manifest),
         f"  dropped    {', '.join(f'{n} {why}' for why, n in manifest.settings.get('dropped', {}).items()) or 'none'}",
         f"  made with  deepspec {versions.get('deepspec')}, torch {versions.get('torch')}, revision "
         f"{', '.join(sorted(revision[:12] for revision in revisions))}",
@@ -87,6 +88,15 @@ def render(reader: CacheReader, tokenizer: Any, row: int = 0, *, colour: bool) -
 def _spans(mask: list[bool]) -> list[tuple[int, int]]:
     edges = np.flatnonzero(np.diff([False, *mask, False])).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _normaliser_line(manifest: CacheManifest) -> list[str]:
+    """Whether training can use the stored log-normalisers; nothing for a cache without any."""
+    if not manifest.origin.log_normaliser:
+        return []
+    if manifest.origin.stale_normalisers:
+        return ["  log Z      of the states before encoding (an earlier version): ignored, training computes its own"]
+    return ["  log Z      stored, of the states that a reader decodes"]
 
 
 def _tokenizer(manifest: CacheManifest) -> Any:

@@ -24,10 +24,6 @@ from deepspec.models.verify import CONDITIONAL, Threshold, verify
 # other rounds or another meaning of a round's numbers; 1 offered fewer drafts near the token limit.
 DECODE_SEMANTICS = 2
 
-# Raise it when the same options give other tokens or other rounds: answers on disk are not reused across versions.
-# 2: every round verifies its whole block, also where the token limit cuts what is kept.
-DECODE_SEMANTICS = 2
-
 # confidence_BG (on the CPU, 0 where a row cannot offer a token) → lengths_B, tensor or array. Lossless only if what it
 # decides about x_k it decides from x_<k: see Threshold and deepspec/eval/scheduler.py.
 Schedule = Callable[[Tensor], Any]

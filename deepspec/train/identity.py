@@ -6,10 +6,12 @@ compared without anyone having to remember it here.
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from deepspec.data.loader import Loader
-from deepspec.train.checkpoint import ResumeError, TrainingState
+from deepspec.files import read_json
+from deepspec.train.checkpoint import LAST, ResumeError, TrainingState
 from deepspec.train.config import TrainConfig
 from deepspec.train.objectives import OBJECTIVE_SEMANTICS
 
@@ -54,18 +56,33 @@ def run_identity(cfg: TrainConfig, taps: tuple[int, ...], loader: Loader, target
     return facts
 
 
+def recorded_options(run: str) -> dict[str, Any]:
+    """Options of loss and optimizer from the drafter in ``<run>/last``: identities of earlier versions had none."""
+    config = Path(run) / LAST / "config.json"
+    if not config.is_file():
+        return {}
+    recipe = read_json(config).get("deepspec", {}).get("provenance", {}).get("recipe", {})
+    free = MAY_CHANGE["optim"][0]
+    return {
+        f"{group}.{name}": value
+        for group in ("loss", "optim")
+        for name, value in recipe.get(group, {}).items()
+        if not (group == "optim" and name in free)
+    }
+
+
 def check_identity(state: TrainingState, identity: Mapping[str, Any], run: str) -> list[str]:
     """Raise ResumeError naming every fact that differs from the run being continued.
 
     Returns the names that an earlier version did not write down, which therefore cannot be compared.
     """
-    before = state.progress.identity
+    before = {**recorded_options(run), **state.progress.identity}
     changed = [
         f"{name} was {before[name]!r}, is {value!r}"
         for name, value in identity.items()
         if name in before and before[name] != value
     ]
-    # The first version of the objective wrote no version; block drafters' objective has not changed since.
+    # The first version of the objective wrote no version; with equal options the block drafters' is what it was.
     if "objective version" not in before and before.get("drafter.kind") == "eagle3":
         changed.append("EAGLE-3's loss was normalised over all tokens of the global batch, is normalised per sequence")
     if changed:

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from deepspec import recipes
+from deepspec.files import write_json
 from deepspec.train.checkpoint import Progress, ResumeError
 from deepspec.train.config import TrainConfig
 from deepspec.train.identity import MAY_CHANGE, check_identity, run_identity
@@ -89,6 +90,17 @@ def test_runs_of_earlier_versions_go_on_and_say_what_was_not_compared():
     assert "loss.tv" in unknown
     assert "contents of the samples" in unknown
     assert "drafter.layers" not in unknown
+
+
+def test_options_that_an_earlier_version_did_not_compare_are_read_from_the_drafter(tmp_path):
+    """Its identity had no optimizer; the drafter it saved has the whole recipe."""
+    recipe = {"loss": {"gamma_decay": 4.0}, "optim": {"beta2": 0.95, "ema": 0.9}}
+    write_json(tmp_path / "last" / "config.json", {"deepspec": {"provenance": {"recipe": recipe}}})
+    with pytest.raises(ResumeError, match=r"optim\.beta2 was 0\.95, is 0\.999"):
+        check_identity(Saved({"drafter.kind": "dspark"}), facts(), str(tmp_path))
+    unknown = check_identity(Saved({"drafter.kind": "dspark"}), facts("optim.beta2=0.95"), str(tmp_path))
+    assert "optim.beta2" not in unknown
+    assert "train.seed" in unknown
 
 
 def test_an_eagle3_run_with_the_old_normaliser_is_not_continued():
