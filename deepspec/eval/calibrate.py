@@ -23,7 +23,7 @@ from deepspec.models.confidence_scale import ConfidenceScale
 if TYPE_CHECKING:
     from deepspec.eval.choose import Candidate
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # 2: ECE in 15 bins, thresholds on the survival
 
 
 class CalibrateError(ValueError):

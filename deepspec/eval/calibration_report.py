@@ -47,6 +47,7 @@ def calibrate(
     after = confidence.judge(test, after_NG, resamples=resamples, seed=seed)
     return {
         "method": chosen,
+        "bins": confidence.BINS,
         **scales[chosen].fields(),
         "scales": {name: scale.fields() for name, scale in scales.items()},
         "counts": {

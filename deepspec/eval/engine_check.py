@@ -8,7 +8,7 @@ import argparse
 import datetime
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,7 +248,8 @@ def figures(controls: Controls, cases: Sequence[Case]) -> dict[str, Any]:
     if controls.evaluator is not None:
         out["agreement"] = controls.evaluator.check(plain)
         out["engine"] = counts((case.drafted.offered or 0, case.drafted.accepted or 0) for case in cases)
-        out["evaluator"] = counts((each[0], accepted_there(*each)) for record in ours for each in record.rounds)
+        limit = controls.evaluator.rules.max_new_tokens
+        out["evaluator"] = counts(pair for record in ours for pair in as_llama_cpp_counts(record, limit))
     return out
 
 
@@ -263,6 +264,18 @@ def accepted_there(offered: int, accepted: int, committed: int) -> int:
     """What llama.cpp counts of a round that the evaluator wrote down: it ends at an accepted stop token and takes that
     for the target's own, unless it is the last of the block."""
     return accepted if committed > accepted or committed == offered else committed - 1
+
+
+def as_llama_cpp_counts(record: Record, max_new_tokens: int) -> Iterator[tuple[int, int]]:
+    """(offered, accepted) of each round of the evaluator's record as llama.cpp would have counted it.
+
+    Near the token limit llama.cpp drafts no more than can be kept, while the evaluator verifies whole blocks.
+    """
+    left = max_new_tokens - 1  # the first token belongs to no round
+    for offered, accepted, committed in record.rounds:
+        possible = min(offered, max(left - 1, 0))
+        yield possible, min(accepted_there(offered, accepted, committed), possible)
+        left -= committed
 
 
 def counts(pairs: Iterable[Sequence[int]]) -> dict[str, int]:

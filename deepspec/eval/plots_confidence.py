@@ -5,6 +5,7 @@ from typing import Any
 
 from deepspec.eval.confidence import ECE
 from deepspec.eval.plots import GRID, MUTED, Results, _known, _legend_above, _style, figure
+from deepspec.models.verify import SURVIVAL
 
 
 def reliability(drafters: Sequence[Results]) -> str:
@@ -78,6 +79,7 @@ def threshold_sweep(item: Results) -> str:
     """The paper's acceptance rate and τ that a confidence threshold would give (Figure 5), a line per domain."""
     pooled = {name: data["pooled"].get("threshold_sweep") for name, data in item["domains"].items()}
     domains = {name: rows for name, rows in pooled.items() if rows}
+    on_survival = any(row["on"] == SURVIVAL for rows in domains.values() for row in rows)
 
     def draw(axes: Any) -> None:
         for axis, key, label in zip(
@@ -86,7 +88,7 @@ def threshold_sweep(item: Results) -> str:
             for index, (name, rows) in enumerate(domains.items()):
                 look = {**_style(index), "markevery": 2}
                 axis.plot([row["threshold"] for row in rows], [row[key] for row in rows], label=name, **look)
-            axis.set_xlabel("confidence threshold")
+            axis.set_xlabel("threshold on the survival" if on_survival else "threshold on each confidence")
             axis.set_ylabel(label)
         axes[0].yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
         axes[0].set_ylim(0, 1.02)

@@ -13,6 +13,7 @@ import numpy as np
 from deepspec.eval.replay import Stream
 from deepspec.eval.scheduler import Scheduler, Static, make_schedule
 from deepspec.eval.sps import SPSTable
+from deepspec.models.verify import SURVIVAL
 
 POLICIES = ("none", "mtp-1", "static", "threshold", "causal", "plateau", "async")
 
@@ -77,10 +78,10 @@ class Outcome:
 
 
 def policy_of(name: str, table: SPSTable, *, length: int, threshold: float) -> Scheduler:
-    """The scheduler of a simulated policy; "mtp-1" verifies one token."""
+    """The scheduler of a simulated policy; "mtp-1" verifies one token, "threshold" is on the survival."""
     if name == "mtp-1":
         return Static(1)
-    return make_schedule(name, sps=table, length=length, threshold=threshold)
+    return make_schedule(name, sps=table, length=length, threshold=threshold, threshold_on=SURVIVAL)
 
 
 class _Totals:

@@ -115,22 +115,18 @@ def _pooled(records: Sequence[Record], variant: Variant) -> dict[str, Any]:
     return pooled
 
 
-# metrics of version 1 and their names since
-_RENAMED = {"acceptance_rate": "draft_acceptance_rate", "verify_efficiency": "verify_rate"}
-
-
 def upgraded(results: dict[str, Any]) -> dict[str, Any]:
     """results.json of an earlier version in today's terms: old figures under names that say what they are.
 
     There "acceptance_rate" was of draft tokens, averages held pooled vectors, reliability was of c_k in ten bins over
-    all positions, and thresholds were on the survival. ECE and AUC by position cannot be made from it.
+    all positions, and thresholds were on the survival. ECE and AUC by position cannot be made from it. What was
+    "verify_efficiency" counted all proposed tokens of rounds that a stop token cut: no metric of today does.
     """
     for item in results["variants"]:
         averages = [item["macro"], *item["domains"].values()]
         for figures in (*item["datasets"].values(), *averages):
-            for old, new in _RENAMED.items():
-                if old in figures:
-                    figures[new] = figures.pop(old)
+            if "acceptance_rate" in figures:
+                figures["draft_acceptance_rate"] = figures.pop("acceptance_rate")
         for average in averages:
             if "pooled" not in average:
                 names = average.get("members", list(item["datasets"]))

@@ -28,6 +28,7 @@ from deepspec.eval.rounds import from_prompts
 from deepspec.eval.scheduler import make_schedule
 from deepspec.eval.simulation import Serving, policy_of, simulate
 from deepspec.eval.sps import SPSProfile, SPSTable, load_profile, roofline
+from deepspec.models.verify import SURVIVAL
 
 SCHEDULES = ("static", "threshold", "causal", "plateau", "async")
 
@@ -132,7 +133,7 @@ def decode(options: argparse.Namespace) -> list[dict[str, Any]]:
             if policy not in options.schedules:
                 continue
             seen = profile.rounds_at(context, batch)
-            schedule = make_schedule(policy, sps=seen, length=int(length or 0), threshold=0.2)
+            schedule = make_schedule(policy, sps=seen, length=int(length or 0), threshold=0.2, threshold_on=SURVIVAL)
             found = decode_once(target, prompts, drafter, batch, options.tokens, schedule)
             full = full or found
             row = {"batch": batch, "schedule": name, "rate": found.rate, **found.parts}

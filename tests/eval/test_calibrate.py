@@ -337,7 +337,7 @@ def test_command_decodes_stores_and_is_undone(trained, capsys) -> None:
         assert row["after"]["auc_conditional"]["value"] == pytest.approx(row["before"]["auc_conditional"]["value"])
     after = json.loads((checkpoint / "config.json").read_text())
     assert after["deepspec"]["temperatures"] == report["temperatures"]
-    assert after["deepspec"]["calibration"]["format_version"] == 2
+    assert after["deepspec"]["calibration"]["format_version"] == 3
     changed = {key for key in after["deepspec"] if after["deepspec"][key] != before["deepspec"].get(key)}
     assert changed == {"temperatures", "shifts", "calibration"}
     assert after["deepspec"]["calibration"]["method"] == report["method"]

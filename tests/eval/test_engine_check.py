@@ -8,6 +8,7 @@ import pytest
 
 from deepspec.data import chat
 from deepspec.eval import engine_check
+from deepspec.eval.records import Record
 from deepspec.models import drafter as drafters
 from deepspec.models.decode import generate
 from deepspec.models.frozen_head import FrozenHead
@@ -47,12 +48,14 @@ def answers(place, target):
     out = {"plain": {}, "drafted": {}}
     for name, options in (("plain", {}), ("drafted", {"drafter": drafter, "greedy_draft": True})):
         for done in generate(target, prompts, max_new_tokens=TOKENS, **options):
-            drafts = {
-                "draft_n": sum(each.proposed for each in done.rounds),
-                "draft_n_accepted": sum(
-                    engine_check.accepted_there(each.proposed, each.accepted, each.committed) for each in done.rounds
-                ),
-            }
+            left, offered, accepted = TOKENS - 1, 0, 0
+            for each in done.rounds:  # the engine drafts no more than it can keep
+                possible = min(each.proposed, max(left - 1, 0))
+                taken = engine_check.accepted_there(each.proposed, each.accepted, each.committed)
+                offered += possible
+                accepted += min(taken, possible)
+                left -= each.committed
+            drafts = {"draft_n": offered, "draft_n_accepted": accepted}
             key = " ".join(map(str, prompts[done.index]))
             out[name][key] = {"tokens": done.tokens, "timings": drafts if name == "drafted" else {}}
     return out
@@ -129,6 +132,13 @@ def test_acceptance_may_differ_by_three_percent(factor, status):
 def test_an_accepted_stop_token_counts_as_in_llama_cpp(each, count):
     """(offered, accepted, committed): committed ≤ accepted where a stop token among the accepted ones cut the round."""
     assert engine_check.accepted_there(*each) == count
+
+
+def test_near_the_limit_the_evaluators_rounds_are_counted_as_llama_cpp_offers_them():
+    """Eight tokens: one of the prompt's forward, then rounds of 5, 1 and a last one that has room for its own only."""
+    rounds = [(4, 4, 5), (4, 0, 1), (4, 2, 3)]
+    record = Record("d", "p", 0, "", 1, list(range(8)), "length", rounds, None, 1.0, 0.0, 0.0, 1.0, 0.0)
+    assert list(engine_check.as_llama_cpp_counts(record, 8)) == [(4, 4), (1, 0), (0, 0)]
 
 
 def test_an_engine_that_drafts_nothing_proves_nothing(place, answers, tmp_path, capsys):

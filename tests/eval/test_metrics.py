@@ -156,3 +156,4 @@ def test_macro_average_weighs_data_sets_equally():
     out = metrics.macro([small, large], [0, 1])
     assert out["tau"]["value"] == 1.5
     assert out["tau"]["low"] == out["tau"]["high"] == 1.5
+    assert out["conditional_acceptance"]["value"] == [0.5], "positions too: pooled over 52 rounds it would be 0.04"

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from deepspec.eval import report
+from deepspec.eval.summary import upgraded
 from deepspec.train.config import TrackingConfig
 from deepspec.train.tracking import Tracker
 from tests.eval import made_up
@@ -208,3 +209,33 @@ def test_a_browser_draws_it(tmp_path, html):
     assert pixels.shape[:2] == (3000, 1180)
     assert pixels[..., :3].std() > 0.03, "the page is blank"
     assert (pixels[:, -20:, :3] > 0.99).all(), "something reaches over the right margin"
+
+
+def test_results_of_version_1_are_read_in_todays_terms():
+    """Old figures keep what they measured under names that say so; averages become means over data sets."""
+    old = made_up.results(["gsm8k", "mbpp"], {"dspark": 1.0}, count=4, sweep=False)
+    item = next(each for each in old["variants"] if each["label"] == "dspark")
+    for average in (item["macro"], *item["domains"].values()):
+        pooled = average.pop("pooled")
+        average |= {name: pooled[name] for name in ("rounds", "conditional_acceptance", "survival", "accepted_lengths")}
+        average["reliability"] = {
+            "count": [0, 3],
+            "confidence": [0.0, 0.8],
+            "accepted": [0.0, 0.5],
+            "ece": 0.3,
+            "auc": 0.6,
+            "positions": 3,
+        }
+        sweep = {"threshold": 0.5, "acceptance_rate": 0.7, "tau": 2.0, "proposal_length": 1.5}
+        average["threshold_sweep"] = [sweep]
+    for data in item["datasets"].values():
+        data["acceptance_rate"] = data.pop("draft_acceptance_rate")
+    upgraded(old)
+    first, second = (item["datasets"][name]["conditional_acceptance"]["value"][0] for name in ("gsm8k", "mbpp"))
+    assert item["macro"]["conditional_acceptance"]["value"][0] == pytest.approx((first + second) / 2, abs=1e-6)
+    pooled = item["macro"]["pooled"]
+    assert pooled["reliability"]["ece_2_conditional"] == 0.3
+    assert pooled["threshold_sweep"][0]["on"] == "survival"
+    assert pooled["threshold_sweep"][0]["draft_acceptance_rate"] == 0.7
+    assert "draft_acceptance_rate" in item["datasets"]["gsm8k"]
+    assert "ECE of c_k" in report.build(old)
