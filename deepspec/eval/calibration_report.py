@@ -53,17 +53,7 @@ def calibrate(
         "counts": {
             name: {"prompts": len(part.prompts), "rounds": len(part)} for name, part in (("fit", fit), ("test", test))
         },
-        "positions": [
-            {
-                "position": k + 1,
-                "temperature": scales[chosen].temperatures[k],
-                "shift": scales[chosen].shifts[k],
-                "fitted": calibration.identified(fit, k),
-                "before": before[k],
-                "after": after[k],
-            }
-            for k in range(rounds.block_size)
-        ],
+        "positions": _positions(fit, scales[chosen], before, after),
         "comparison": comparison,
         "floor": confidence.mean_over_positions(confidence.floors_of(test, after_NG)),
         "best": min(comparison, key=lambda name: comparison[name]["mean_ece"]),
@@ -80,6 +70,21 @@ def calibrate(
             "after": confidence.threshold_sweep(test, after_NG),
         },
     }
+
+
+def _positions(fit: Rounds, scale: ConfidenceScale, before: list[Table], after: list[Table]) -> list[Table]:
+    """The chosen scale at each position, and the measures of the test prompts before and after it."""
+    return [
+        {
+            "position": k + 1,
+            "temperature": scale.temperatures[k],
+            "shift": scale.shifts[k],
+            "fitted": calibration.identified(fit, k),
+            "before": before[k],
+            "after": after[k],
+        }
+        for k in range(fit.block_size)
+    ]
 
 
 def fit_scales(rounds: Rounds) -> dict[str, ConfidenceScale]:

@@ -21,7 +21,7 @@ Tallies = Mapping[str, Tally]  # data set → counts
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Resampled:
     """A figure with its bootstrap replicates [W]; None where there are too few prompts to resample."""
 
     value: float
@@ -31,44 +31,44 @@ class Estimate:
         """{value, low, high}, as in results.json."""
         return metrics.interval(np.asarray(self.value), self.replicates_W)
 
-    def over(self, other: "Estimate") -> "Estimate":
+    def over(self, other: "Resampled") -> "Resampled":
         """self / other, resample by resample."""
         value = self.value / other.value if other.value else float("nan")
         if self.replicates_W is None or other.replicates_W is None:
-            return Estimate(value, None)
-        return Estimate(value, metrics.divide(self.replicates_W, other.replicates_W))
+            return Resampled(value, None)
+        return Resampled(value, metrics.divide(self.replicates_W, other.replicates_W))
 
-    def shifted(self, by: float) -> "Estimate":
+    def shifted(self, by: float) -> "Resampled":
         """self + by."""
         replicates_W = None if self.replicates_W is None else self.replicates_W + by
-        return Estimate(self.value + by, replicates_W)
+        return Resampled(self.value + by, replicates_W)
 
 
-def estimate(counts: Tally, ratio: str, seed: int) -> Estimate:
+def estimate(counts: Tally, ratio: str, seed: int) -> Resampled:
     """One of metrics.RATIOS of a data set."""
     weights_WP = resamples(counts.prompts, seed) if counts.prompts > 1 else None
     value, replicates_W = metrics.ratio(counts, metrics.RATIOS[ratio], weights_WP)
-    return Estimate(float(value), replicates_W)
+    return Resampled(float(value), replicates_W)
 
 
-def mean(estimates: Iterable[Estimate]) -> Estimate:
+def mean(estimates: Iterable[Resampled]) -> Resampled:
     """Unweighted mean over data sets."""
     parts = list(estimates)
     value = float(np.mean([part.value for part in parts]))
     replicates = [part.replicates_W for part in parts if part.replicates_W is not None]
     if len(replicates) < len(parts):
-        return Estimate(value, None)
-    return Estimate(value, np.mean(replicates, axis=0))
+        return Resampled(value, None)
+    return Resampled(value, np.mean(replicates, axis=0))
 
 
-def speed_up(counts: Tally, plain: Tally, seed: int) -> Estimate:
+def speed_up(counts: Tally, plain: Tally, seed: int) -> Resampled:
     """Tokens per second over plain decoding's on the same prompts."""
     fast = estimate(counts, "tokens_per_second", seed)
     slow = estimate(plain, "tokens_per_second", seed)
     return fast.over(slow)
 
 
-def mean_speed_up(tallies: Tallies, plain: Tallies, names: Sequence[str], seed: int) -> Estimate:
+def mean_speed_up(tallies: Tallies, plain: Tallies, names: Sequence[str], seed: int) -> Resampled:
     """Mean over data sets of ``speed_up``."""
     return mean(speed_up(tallies[name], plain[name], seed_of(name, seed)) for name in names)
 
@@ -125,7 +125,7 @@ def best_blocks(variants: Sequence[dict[str, Any]], tallies: Mapping[str, Tallie
     that cannot be told.
     """
     plain = {item["batch"]: tallies[item["id"]] for item in variants if item["kind"] == PLAIN}
-    groups: dict[tuple[str, int], dict[int, Estimate]] = {}
+    groups: dict[tuple[str, int], dict[int, Resampled]] = {}
     for item in variants:
         if item["kind"] != PLAIN and item["batch"] in plain:
             mine = tallies[item["id"]]
@@ -134,7 +134,7 @@ def best_blocks(variants: Sequence[dict[str, Any]], tallies: Mapping[str, Tallie
     return [_best_block(label, batch, speeds) for (label, batch), speeds in groups.items()]
 
 
-def _best_block(label: str, batch: int, speeds: Mapping[int, Estimate]) -> dict[str, Any]:
+def _best_block(label: str, batch: int, speeds: Mapping[int, Resampled]) -> dict[str, Any]:
     fastest_first = sorted(speeds, key=lambda block: -speeds[block].value)
     best = fastest_first[0]
     second = fastest_first[1] if len(fastest_first) > 1 else None
